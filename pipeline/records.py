@@ -1,0 +1,163 @@
+"""The plain values that pass from stage to stage. No stage imports another one; they all import this.
+
+*row* is a position in a shard, *id* the user's key, *text* one distinct string to be embedded (the same text on two
+rows of a window is one text). Arrays are numpy and never padded: a batch of n texts with T tokens in all is
+``input_ids (T,)`` beside ``cu_seqlens (n + 1,)``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One input file and what identifies its content.
+
+    Attributes:
+        key: path relative to the input root, without ``.parquet``, ``/`` between parts; names the outputs.
+        path: where to read it.
+        size_bytes: file size.
+        mtime_ns: last modification; with the size it tells a changed file from an unchanged one.
+        num_rows, num_row_groups: from the footer; None when the footer cannot be read.
+        partitions: hive ``key=value`` folders of the path, in order.
+    """
+
+    key: str
+    path: str
+    size_bytes: int
+    mtime_ns: int
+    num_rows: int | None = None
+    num_row_groups: int | None = None
+    partitions: dict[str, str | None] = field(default_factory=dict)
+
+    def identity(self) -> dict[str, Any]:
+        """What must be unchanged for a finished output to count as this shard's."""
+        return {
+            "path": self.path,
+            "size_bytes": self.size_bytes,
+            "mtime_ns": self.mtime_ns,
+            "num_rows": self.num_rows,
+            "num_row_groups": self.num_row_groups,
+        }
+
+
+@dataclass(frozen=True)
+class Window:
+    """Consecutive rows of one shard as the reader hands them on.
+
+    Attributes:
+        first_row: position of the window's first row in the shard.
+        table: the id column (named as in the output) and the carried columns; one row an input row.
+        texts: one entry a row; None where the input is null.
+    """
+
+    first_row: int
+    table: pa.Table
+    texts: list[str | None]
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.texts)
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Token ids of n texts, back to back.
+
+    Attributes:
+        input_ids: (T,) int32, special tokens included.
+        lengths: (n,) int32, at least 1 each unless the tokenizer produced none.
+        num_truncated: texts cut at the length limit.
+        num_dropped: tokens cut off them; None where a text was too long to be tokenised to its end.
+    """
+
+    input_ids: NDArray[np.int32]
+    lengths: NDArray[np.int32]
+    num_truncated: int = 0
+    num_dropped: int = 0
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What the encoder computes at once: n texts without padding.
+
+    Attributes:
+        input_ids: (T,) int32.
+        cu_seqlens: (n + 1,) int32, text i is ``input_ids[cu_seqlens[i]:cu_seqlens[i + 1]]``.
+        max_seqlen: longest text, in tokens.
+        texts: (n,) int64, which texts of the window these are.
+    """
+
+    input_ids: NDArray[np.int32]
+    cu_seqlens: NDArray[np.int32]
+    max_seqlen: int
+    texts: NDArray[np.int64]
+
+    @property
+    def num_texts(self) -> int:
+        return len(self.texts)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.input_ids)
+
+    @property
+    def lengths(self) -> NDArray[np.int32]:
+        return np.diff(self.cu_seqlens)
+
+
+@dataclass(frozen=True)
+class EncoderSettings:
+    """Everything the encoder needs to know, resolved: nothing here is 'auto' but dtype and attention.
+
+    Attributes:
+        model_path: a sentence-transformers folder on this machine.
+        device: ``cpu``, ``cuda:0`` …
+        dtype: ``auto`` | ``float32`` | ``float16`` | ``bfloat16``, the compute type.
+        attention: ``auto`` | ``torch-varlen`` | ``flash-attn`` | ``grouped`` | ``padded``.
+        prompt: put before each text; empty for none.
+        max_length: token limit, special tokens included; None for the model's own.
+        dimensions: Matryoshka cut, renormalised; None for all.
+        normalize: None as the model folder says, True adds L2 normalisation, False removes it.
+        trust_remote_code: run Python code that the model folder brings.
+    """
+
+    model_path: str
+    device: str = "cpu"
+    dtype: str = "auto"
+    attention: str = "auto"
+    prompt: str = ""
+    max_length: int | None = None
+    dimensions: int | None = None
+    normalize: bool | None = None
+    trust_remote_code: bool = False
+
+
+@dataclass
+class Counters:
+    """What a shard added up to. ``rows == rows_out + sum(quarantined.values())`` always."""
+
+    rows: int = 0
+    rows_out: int = 0
+    quarantined: dict[str, int] = field(default_factory=dict)
+    texts: int = 0
+    duplicates: int = 0
+    tokens: int = 0
+    computed_tokens: int = 0
+    truncated_texts: int = 0
+    dropped_tokens: int = 0
+    batches: int = 0
+
+    def add(self, other: Counters) -> None:
+        for name, value in asdict(other).items():
+            if name == "quarantined":
+                for reason, count in value.items():
+                    self.quarantined[reason] = self.quarantined.get(reason, 0) + count
+            else:
+                setattr(self, name, getattr(self, name) + value)
