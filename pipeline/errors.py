@@ -7,8 +7,9 @@ shown with its traceback (exit code 1).
     EmbedCorpusError
     ├── ConfigError      78  wrong option, job file, input list, output folder, or an output made with another one
     │   └── ModelError   78  a model folder we cannot load or cannot reproduce exactly
-    ├── ShardError       65  one shard's data is bad; every other shard is still done
-    │   └── IndexingError 65 the vectors are there, the index is not
+    ├── DataError        65
+    │   ├── ShardError   65  one shard's data is bad; every other shard is still done
+    │   └── IndexingError 65  the vectors are there, the index is not
     └── Stopped          75  ended early and resumable: a signal, a busy output, a worker lost too often
 """
 
@@ -38,13 +39,17 @@ class ModelError(ConfigError):
     """The model folder cannot be loaded, or cannot be reproduced exactly."""
 
 
-class ShardError(EmbedCorpusError):
-    """One shard's data is bad. The shard is named in the message; the others are not affected."""
+class DataError(EmbedCorpusError):
+    """Something in the data, not in the configuration, is bad."""
 
     exit_code = EXIT_DATA
 
 
-class IndexingError(ShardError):
+class ShardError(DataError):
+    """One shard's data is bad. The shard is named in the message; the others are not affected."""
+
+
+class IndexingError(DataError):
     """The committed vectors cannot be turned into an index that keeps its promise."""
 
 
