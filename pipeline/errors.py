@@ -11,6 +11,7 @@ shown with its traceback (exit code 1).
     │   ├── ShardError   65  one shard's data is bad; every other shard is still done
     │   └── IndexingError 65  the vectors are there, the index is not
     └── Stopped          75  ended early and resumable: a signal, a busy output, a worker lost too often
+        └── OutputError  75  the output stopped taking data: disk full, connection lost
 """
 
 from __future__ import annotations
@@ -57,6 +58,10 @@ class Stopped(EmbedCorpusError):
     """The run ended before its work was done and continues when started again."""
 
     exit_code = EXIT_STOPPED
+
+
+class OutputError(Stopped):
+    """The output stopped taking data in mid-run; once there is room again the run continues."""
 
 
 def one_line(error: BaseException) -> str:

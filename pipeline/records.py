@@ -54,12 +54,14 @@ class Window:
     Attributes:
         first_row: position of the window's first row in the shard.
         table: the id column (named as in the output) and the carried columns; one row an input row.
-        texts: one entry a row; None where the input is null.
+        texts: one entry a row; None where there is none to embed.
+        rejected: why, for the positions in the window whose text is None although the input is not null.
     """
 
     first_row: int
     table: pa.Table
     texts: list[str | None]
+    rejected: dict[int, str] = field(default_factory=dict)
 
     @property
     def num_rows(self) -> int:
@@ -74,7 +76,7 @@ class Tokens:
         input_ids: (T,) int32, special tokens included.
         lengths: (n,) int32, at least 1 each unless the tokenizer produced none.
         num_truncated: texts cut at the length limit.
-        num_dropped: tokens cut off them; None where a text was too long to be tokenised to its end.
+        num_dropped: tokens cut off them; a lower bound where a text was too long to be tokenised to its end.
     """
 
     input_ids: NDArray[np.int32]

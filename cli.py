@@ -1,0 +1,204 @@
+"""The command ``embed-corpus``: parse, one call into ``pipeline``, print. Results go to stdout, everything else to stderr.
+
+What is heavy is imported inside the commands, so that ``--help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+if TYPE_CHECKING:
+    from pipeline.telemetry import RunReport
+
+app = typer.Typer(
+    name="embed-corpus",
+    help="Embed a corpus of Parquet shards with a sentence-transformers model, index the vectors and search them.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Json = Annotated[bool, typer.Option("--json", help="print the result as JSON on stdout")]
+Progress = Annotated[str, typer.Option(help="auto (a bar in a terminal, lines elsewhere), rich, plain or none")]
+IndexOption = Annotated[str | None, typer.Option(help="auto (default), none, or a FAISS factory string")]
+
+
+@app.command(epilog="Exit codes: 0 done, 2 wrong use, 65 bad data, 75 stopped and resumable, 78 wrong configuration.")
+def run(
+    inputs: Annotated[list[str] | None, typer.Argument(metavar="INPUT...", help="Parquet file, folder or glob")] = None,
+    job: Annotated[str | None, typer.Option(help="YAML file of these options; the command line wins")] = None,
+    output: Annotated[str | None, typer.Option(help="folder for embeddings, ledger and index")] = None,
+    model: Annotated[str | None, typer.Option(help="sentence-transformers folder, or a model id in the hub cache")] = None,
+    text_column: Annotated[str | None, typer.Option(help="default: text; a dotted path reaches into a struct")] = None,
+    id_column: Annotated[str | None, typer.Option(help="key of each row; default: <shard>:<row> as 'id'")] = None,
+    columns: Annotated[str | None, typer.Option(help="columns carried through, comma separated")] = None,
+    prompt: Annotated[str | None, typer.Option(help="text put before each document")] = None,
+    prompt_name: Annotated[str | None, typer.Option(help="a prompt of the model; default: as encode_document")] = None,
+    max_length: Annotated[int | None, typer.Option(help="token limit a text; default: the model's")] = None,
+    dimensions: Annotated[int | None, typer.Option(help="keep the first N dimensions, renormalised")] = None,
+    normalize: Annotated[bool | None, typer.Option(help="L2-normalise; default: as the model says")] = None,
+    dtype: Annotated[str | None, typer.Option(help="compute type: auto, float32, float16, bfloat16")] = None,
+    embedding_dtype: Annotated[str | None, typer.Option(help="stored type: float32, or float16 at half the size")] = None,
+    devices: Annotated[str | None, typer.Option(help="auto, cpu, cpu,cpu, cuda, cuda:0,cuda:1: a worker each")] = None,
+    attention: Annotated[
+        str | None, typer.Option(help="auto, torch-varlen, flash-attn, grouped, padded; auto probes and picks")
+    ] = None,
+    max_batch_tokens: Annotated[
+        int | None, typer.Option(help="tokens computed at once; default 2048 on a CPU, 32768 on a GPU")
+    ] = None,
+    index: IndexOption = None,
+    trust_remote_code: Annotated[
+        bool | None, typer.Option("--trust-remote-code", help="run Python code that the model folder brings")
+    ] = None,
+    as_json: Json = False,
+    progress: Progress = "auto",
+) -> None:
+    """Embed what is not embedded yet, then index. Running it again continues."""
+    options = {key: value for key, value in locals().items() if key not in ("inputs", "job", "as_json", "progress")}
+    with errors():
+        from pipeline.config import build_config
+        from pipeline.progress import make_display
+        from pipeline.run import run as run_pipeline
+
+        stop_on_sigterm()
+        config = build_config(job, {"input": inputs, **options})
+        report = run_pipeline(config, make_display(progress))
+        show_report(report, as_json)
+        for failure in report.failed:
+            print(f"embed-corpus: {failure.reason}", file=sys.stderr)
+    raise typer.Exit(report.exit_code)
+
+
+@app.command("index")
+def index_command(
+    directory: Annotated[str, typer.Argument(metavar="DIR", help="the --output folder of a run")],
+    index: IndexOption = None,
+    as_json: Json = False,
+    progress: Progress = "auto",
+) -> None:
+    """Build or update the index of DIR from its committed shards."""
+    with errors():
+        from pipeline.progress import make_display
+        from pipeline.run import build_index
+        from pipeline.storage import Output
+
+        stop_on_sigterm()
+        document = build_index(Output(directory), index or "auto", make_display(progress))
+        if as_json:
+            print(json.dumps(document, indent=2))
+        else:
+            print(describe_index(document))
+
+
+@app.command()
+def search(
+    directory: Annotated[str, typer.Argument(metavar="DIR", help="the --output folder of a run")],
+    query: Annotated[str, typer.Argument(help="what to look for")],
+    k: Annotated[int, typer.Option("-k", min=1, help="number of hits")] = 10,
+    columns: Annotated[str | None, typer.Option(help="carried columns to show; default: all")] = None,
+    as_json: Json = False,
+) -> None:
+    """Embed QUERY as the model embeds queries and show the nearest rows."""
+    with errors():
+        from pipeline.api import open_index
+
+        names = [name.strip() for name in columns.split(",") if name.strip()] if columns is not None else None
+        result = open_index(directory).search([query], k=k, columns=names)
+        hits = result.to_list()[0]
+        if as_json:
+            print(json.dumps(hits, indent=2, ensure_ascii=False, default=str))
+        else:
+            show_hits(hits)
+
+
+def show_report(report: RunReport, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(report.to_dict(), indent=2, ensure_ascii=False))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    from pipeline.telemetry import SHARD_COLUMNS, display
+
+    for warning in report.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    if report.shards:
+        table = Table(box=None, pad_edge=False)
+        for name in SHARD_COLUMNS:
+            table.add_column(name.replace("_", " "), justify="left" if name == "shard" else "right")
+        for row in report.shard_rows():
+            table.add_row(*map(display, row))
+        console.print(table)
+    console.print(report.sentence(), markup=False, soft_wrap=True)
+    if report.index is not None:
+        console.print(describe_index(report.index), markup=False, soft_wrap=True)
+
+
+def describe_index(document: dict[str, Any]) -> str:
+    recall = document["recall_at_10"]
+    verb = "unchanged" if document.get("reused") else "built"
+    return (
+        f"Index {verb}: {document['ntotal']:,} vectors, {document['factory']}, recall@10 {recall['value']:.3f} "
+        f"[{recall['low']:.3f}, {recall['high']:.3f}] on {recall['queries']} queries, "
+        f"p50 {document['latency_ms']['p50']:.2f} ms, {document['bytes_per_vector']:,.0f} bytes a vector"
+    )
+
+
+def show_hits(hits: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    table.add_column("score", justify="right")
+    table.add_column("id", overflow="fold")
+    extra = [name for name in (hits[0] if hits else {}) if name not in ("query", "rank", "score", "id", "shard", "row")]
+    for name in [*extra, "shard:row"]:
+        table.add_column(name, overflow="fold")
+    for hit in hits:
+        cells = [f"{hit['score']:.4f}", str(hit["id"]), *(str(hit[name]) for name in extra)]
+        table.add_row(*cells, f"{hit['shard']}:{hit['row']}")
+    Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 120).print(table)
+
+
+@contextmanager
+def errors() -> Iterator[None]:
+    """An error a user can cause is one line and its exit code; anything else is our bug and keeps its traceback."""
+    from pipeline.errors import EXIT_STOPPED, EmbedCorpusError
+
+    try:
+        yield
+    except EmbedCorpusError as error:
+        print(f"embed-corpus: {error}", file=sys.stderr)
+        raise typer.Exit(error.exit_code) from None
+    except KeyboardInterrupt:
+        print("embed-corpus: interrupted; run the same command again to continue", file=sys.stderr)
+        raise typer.Exit(EXIT_STOPPED) from None
+
+
+def stop_on_sigterm() -> None:
+    """SIGTERM and SIGINT end the run in order: workers are ended, finished shards stay, exit code 75."""
+    import signal
+
+    def stop(number: int, frame: object) -> NoReturn:
+        for name in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(name, signal.SIG_IGN)  # once is enough; the way out must not be interrupted
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)  # a shell starts background jobs with SIGINT ignored
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,301 @@
+"""Worker processes, one a device: started, fed shard by shard, watched, replaced when they die.
+
+Workers are plain child processes with a pipe each way, in a session of their own. No fork, no ``multiprocessing``: it
+works from a notebook, a script without a main guard, or another tool's task. The coordinator never imports torch.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from pipeline.errors import EXIT_BUG, EXIT_CONFIG, ConfigError, OutputError, Stopped
+from pipeline.records import Shard
+from pipeline.worker_settings import WorkerSettings
+
+MAX_ATTEMPTS = 3  # a shard is given out so often before it is named and given up
+STALL_S = 900.0  # without any sign of progress; one batch takes seconds even for large models on a CPU
+STDERR_LINES = 40
+
+
+@dataclass(frozen=True)
+class Event:
+    """What happened to a shard or a worker.
+
+    Attributes:
+        kind: see the values; ``tick`` comes about once a second when nothing else happens.
+        shard: which one, where it is about one.
+        values: the worker's message.
+        reason: for ``bad``, ``lost``, ``gave up`` and ``bug``, in words.
+    """
+
+    kind: Literal["tick", "ready", "progress", "done", "bad", "lost", "gave up", "bug"]
+    shard: Shard | None = None
+    values: dict[str, Any] | None = None
+    reason: str = ""
+
+
+class WorkerProcess:
+    """One child process.
+
+    Args:
+        device: ``cpu`` or ``cuda:N``; the child sees only that GPU, as ``cuda:0``.
+        settings: sent as the first message.
+        threads: cores it may use.
+        events: receives (worker, message) for each answer and (worker, None) when it ended.
+    """
+
+    def __init__(
+        self, device: str, settings: WorkerSettings, threads: int, events: queue.Queue[tuple[WorkerProcess, Any]]
+    ) -> None:
+        self.device, self.shard, self.last_sign = device, None, time.monotonic()
+        self.shard: Shard | None
+        self.ready = False
+        self._stderr: collections.deque[str] = collections.deque(maxlen=STDERR_LINES)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "pipeline.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**child_environment(threads), **_visible(device)},
+            text=True,
+            encoding="utf-8",
+            errors="replace",
+            start_new_session=True,  # Ctrl-C reaches the coordinator alone, which then ends its workers
+        )
+        self._drain = threading.Thread(target=self._read_stderr, daemon=True)
+        self._drain.start()
+        threading.Thread(target=self._read_answers, args=(events,), daemon=True).start()
+        visible = "cuda:0" if device.startswith("cuda") else device
+        encoder = replace(settings.encoder, device=visible)
+        self.send(do="setup", settings=asdict(replace(settings, encoder=encoder)))
+
+    def send(self, **request: Any) -> None:
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(json.dumps(request) + "\n")
+            self.process.stdin.flush()
+        except (BrokenPipeError, ValueError):  # it died; its end is reported by the thread that reads its answers
+            pass
+
+    def start(self, shard: Shard) -> None:
+        self.shard, self.last_sign = shard, time.monotonic()
+        self.send(do="shard", shard=asdict(shard))
+
+    def _read_answers(self, events: queue.Queue[tuple[WorkerProcess, Any]]) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            events.put((self, json.loads(line)))
+        self.process.wait()
+        self._drain.join(timeout=5)
+        events.put((self, None))
+
+    def _read_stderr(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self._stderr.append(line.rstrip())
+
+    def cause_of_death(self) -> str:
+        code = self.process.poll()
+        if code == -signal.SIGKILL:
+            return "killed (signal 9; the machine may be out of memory)"
+        if code is not None and code < 0:
+            return f"ended by signal {-code} ({signal.Signals(-code).name})"
+        last = next((line for line in reversed(self._stderr) if line.strip()), "")
+        return f"ended with exit code {code}" + (f": {last.strip()}" if last else "")
+
+    def close(self, grace_s: float = 5.0) -> None:
+        """End the process, whatever it is doing, and wait for it."""
+        if self.process.poll() is None:
+            try:
+                assert self.process.stdin is not None
+                self.process.stdin.close()  # the worker leaves when its requests end
+            except OSError:
+                pass
+            try:
+                self.process.wait(timeout=grace_s)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+        self.process.wait()
+
+
+class Pool:
+    """One worker a device. Use as a context manager; leaving it leaves no process behind."""
+
+    def __init__(self, devices: Sequence[str], settings: WorkerSettings, cores: int) -> None:
+        self._devices, self._settings = list(devices), settings
+        self._threads = max(1, cores // max(1, len(devices)))
+        self._events: queue.Queue[tuple[WorkerProcess, Any]] = queue.Queue()
+        self._workers: list[WorkerProcess] = []
+        self._failed_starts = 0
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for worker in self._workers:
+            worker.close()
+
+    def process(self, shards: Sequence[Shard]) -> Iterator[Event]:
+        """Hand the shards out, in order, and report what becomes of each.
+
+        Every shard ends in exactly one ``done``, ``bad``, ``gave up`` or ``bug``.
+
+        Raises:
+            ConfigError: the model cannot be loaded as asked.
+            OutputError: the output takes no more data.
+            Stopped: workers die before they can start.
+        """
+        waiting = collections.deque(shards)
+        attempts: collections.Counter[str] = collections.Counter()
+        for device in self._devices[: len(shards)]:
+            self._spawn(device)
+        open_shards = len(shards)
+        while open_shards:
+            for event in self._next(waiting, attempts):
+                open_shards -= event.kind in ("done", "bad", "gave up", "bug")
+                yield event
+
+    def _spawn(self, device: str) -> None:
+        self._workers.append(WorkerProcess(device, self._settings, self._threads, self._events))
+
+    def _next(self, waiting: collections.deque[Shard], attempts: collections.Counter[str]) -> Iterator[Event]:
+        try:
+            worker, message = self._events.get(timeout=1.0)
+        except queue.Empty:
+            self._end_stalled()
+            yield Event("tick")
+            return
+        shard = worker.shard
+        worker.last_sign = time.monotonic()
+        if message is None:
+            yield from self._lost(worker, waiting, attempts)
+            return
+        kind = message.pop("event")
+        if kind == "progress":
+            yield Event("progress", shard, message)
+            return
+        if kind == "ready":
+            worker.ready, self._failed_starts = True, 0
+            yield Event("ready", None, message)
+        elif kind == "done":
+            yield Event("done", shard, message["record"])
+        elif kind == "bad":
+            yield Event("bad", shard, reason=message["message"])
+        elif kind == "error":
+            yield self._error(message, shard)
+        worker.shard = None
+        if waiting:
+            worker.start(waiting.popleft())
+
+    def _error(self, message: dict[str, Any], shard: Shard | None) -> Event:
+        if message["exit_code"] == EXIT_CONFIG:
+            raise ConfigError(message["message"])
+        if message["exit_code"] != EXIT_BUG:
+            raise OutputError(message["message"])
+        if shard is None:
+            raise RuntimeError(f"a worker could not start: {message['trace']}")
+        return Event("bug", shard, reason=f"{shard.path}: {message['message']}\n{message['trace']}")
+
+    def _lost(
+        self, worker: WorkerProcess, waiting: collections.deque[Shard], attempts: collections.Counter[str]
+    ) -> Iterator[Event]:
+        self._workers.remove(worker)
+        cause = f"worker on {worker.device} {worker.cause_of_death()}"
+        if not worker.ready:
+            self._failed_starts += 1
+            if self._failed_starts >= MAX_ATTEMPTS:
+                raise Stopped(f"{cause} while loading the model, {self._failed_starts} times; run again to continue")
+        if worker.shard is not None:
+            key = worker.shard.key
+            attempts[key] += 1
+            if attempts[key] < MAX_ATTEMPTS:
+                waiting.appendleft(worker.shard)
+                yield Event("lost", worker.shard, reason=f"{worker.shard.path}: {cause}; trying again")
+            else:
+                reason = f"{worker.shard.path}: {cause}, {attempts[key]} times at this shard; given up"
+                yield Event("gave up", worker.shard, reason=reason)
+        if waiting:
+            self._spawn(worker.device)
+
+    def _end_stalled(self) -> None:
+        for worker in self._workers:
+            if worker.shard is not None and time.monotonic() - worker.last_sign > STALL_S:
+                worker.process.kill()  # its end arrives as an event
+
+
+class QueryWorker:
+    """A worker that embeds queries, started at the first one and kept."""
+
+    def __init__(self, device: str, settings: WorkerSettings, cores: int) -> None:
+        self._device, self._settings, self._cores = device, settings, cores
+        self._events: queue.Queue[tuple[WorkerProcess, Any]] = queue.Queue()
+        self._worker: WorkerProcess | None = None
+
+    def embed(self, texts: Sequence[str]) -> Any:
+        """(n, dim) float32 vectors of the queries, the query prompt put before each."""
+        import base64
+
+        import numpy as np
+
+        if self._worker is None:
+            self._worker = WorkerProcess(self._device, self._settings, self._cores, self._events)
+            self._answer(self._worker)
+        self._worker.send(do="queries", texts=list(texts))
+        answer = self._answer(self._worker)
+        return np.frombuffer(base64.b64decode(answer["data"]), dtype=np.float32).reshape(len(texts), answer["dim"])
+
+    def _answer(self, worker: WorkerProcess) -> dict[str, Any]:
+        _, message = self._events.get()
+        if message is None:
+            self._worker = None
+            raise Stopped(f"the query worker {worker.cause_of_death()}")
+        if message["event"] == "error":
+            if message["exit_code"] == EXIT_CONFIG:
+                raise ConfigError(message["message"])
+            raise RuntimeError(message["trace"] or message["message"])
+        answer: dict[str, Any] = message
+        return answer
+
+    def close(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
+
+
+def child_environment(threads: int) -> dict[str, str]:
+    """The environment of a child process: it finds this package, uses ``threads`` cores, and fetches nothing."""
+    package_parent = str(Path(__file__).resolve().parent.parent)
+    paths = [package_parent, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "RAYON_NUM_THREADS": str(threads),
+        "TOKENIZERS_PARALLELISM": "true",
+        "HF_HUB_OFFLINE": "1",  # the coordinator has found the model's folder
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def _visible(device: str) -> dict[str, str]:
+    """One GPU a worker, chosen from the list this process was given (which may hold UUIDs)."""
+    if not device.startswith("cuda"):
+        return {"CUDA_VISIBLE_DEVICES": ""}
+    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    number = int(device.partition(":")[2] or 0)
+    return {"CUDA_VISIBLE_DEVICES": visible[number] if number < len(visible) else str(number)}

@@ -1,0 +1,207 @@
+"""What a run shows while it works: a live bar in a terminal, a plain line every few seconds anywhere else.
+
+Everything goes to stderr. Without a terminal there is no carriage return, no colour and no control code, so a log file
+stays readable and small.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol, TextIO
+
+from pipeline.pool import Event
+from pipeline.records import Shard
+
+PLAIN_EVERY_S = 5.0
+Show = Callable[[Event], None]
+
+
+class Display(Protocol):
+    """How a run tells what it does."""
+
+    def line(self, text: str) -> None: ...
+    def embedding(self, shards: Sequence[Shard]) -> contextlib.AbstractContextManager[Show]: ...
+
+
+class NoDisplay:
+    """Says nothing."""
+
+    def line(self, text: str) -> None:
+        pass
+
+    @contextlib.contextmanager
+    def embedding(self, shards: Sequence[Shard]) -> Iterator[Show]:
+        yield lambda event: None
+
+
+class Tally:
+    """Where a run stands, from its events.
+
+    The time left is estimated from bytes: what has been done of the shards' bytes, the unfinished ones in proportion to
+    their rows, against the time since the first worker was ready.
+    """
+
+    def __init__(self, shards: Sequence[Shard], now: Callable[[], float] = time.monotonic) -> None:
+        self._now, self._start = now, now()
+        self._size = {shard.key: shard.size_bytes for shard in shards}
+        self._num_rows = {shard.key: shard.num_rows or 0 for shard in shards}
+        self._part: dict[str, tuple[int, int]] = {}  # shard in work -> (rows, tokens)
+        self.total_rows = sum(self._num_rows.values())
+        self.total_shards, self.finished_shards = len(shards), 0
+        self.rows = self.tokens = self.bytes_done = 0
+        self.current = ""
+
+    def add(self, event: Event) -> None:
+        if event.kind == "ready" and not self.rows and not self._part:
+            self._start = self._now()  # loading the model is not part of the rate
+        if event.shard is None:
+            return
+        key = self.current = event.shard.key
+        if event.kind == "progress":
+            assert event.values is not None
+            self._part[key] = (event.values["rows"], event.values["tokens"])
+        elif event.kind == "lost":
+            self._part.pop(key, None)
+        elif event.kind != "tick":
+            self._part.pop(key, None)
+            self.finished_shards += 1
+            self.bytes_done += self._size[key]
+            if event.kind == "done":
+                assert event.values is not None
+                self.rows += event.values["counts"]["rows"]
+                self.tokens += event.values["counts"]["tokens"]
+
+    @property
+    def rows_now(self) -> int:
+        # A window counts its rows only when it is written; until then its distinct texts stand for them.
+        return self.rows + sum(rows for rows, _ in self._part.values())
+
+    @property
+    def tokens_per_s(self) -> float:
+        tokens = self.tokens + sum(tokens for _, tokens in self._part.values())
+        return tokens / max(1e-9, self._now() - self._start)
+
+    @property
+    def texts_per_s(self) -> float:
+        return self.rows_now / max(1e-9, self._now() - self._start)
+
+    @property
+    def share(self) -> float:
+        """Done part of the bytes, 0 to 1."""
+        total = sum(self._size.values())
+        partial = sum(self._size[key] * rows / max(1, self._num_rows[key]) for key, (rows, _) in self._part.items())
+        return min(1.0, (self.bytes_done + partial) / total) if total else 1.0
+
+    @property
+    def eta_s(self) -> float | None:
+        share = self.share
+        return (self._now() - self._start) * (1 - share) / share if share > 0 else None
+
+    def sentence(self) -> str:
+        eta = self.eta_s
+        return (
+            f"shard {self.finished_shards}/{self.total_shards}  {self.share:4.0%}  rows {self.rows_now:,}/"
+            f"{self.total_rows:,}  {self.tokens_per_s:,.0f} tokens/s  {self.texts_per_s:,.0f} texts/s  "
+            f"eta {'?' if eta is None else clock(eta)}  {self.current}"
+        )
+
+
+def clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+class PlainDisplay:
+    """One line when something is worth saying, and one every few seconds in between."""
+
+    def __init__(self, stream: TextIO | None = None, now: Callable[[], float] = time.monotonic) -> None:
+        self._stream, self._now = stream, now
+
+    def line(self, text: str) -> None:
+        print(f"{time.strftime('%H:%M:%S')} {text}", file=self._stream or sys.stderr, flush=True)
+
+    @contextlib.contextmanager
+    def embedding(self, shards: Sequence[Shard]) -> Iterator[Show]:
+        tally, last = Tally(shards, self._now), self._now()
+        self.line(f"{len(shards)} shards, {tally.total_rows:,} rows to embed; loading the model")
+
+        def show(event: Event) -> None:
+            nonlocal last
+            tally.add(event)
+            said = describe(event)
+            if said:
+                self.line(said)
+            if tally.rows_now and self._now() - last >= PLAIN_EVERY_S:
+                last = self._now()
+                self.line(tally.sentence())
+
+        yield show
+
+
+class RichDisplay:
+    """A live bar; finished shards scroll by above it."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+
+        self._console: Any = Console(stderr=True, highlight=False)
+
+    def line(self, text: str) -> None:
+        self._console.print(text, markup=False)
+
+    @contextlib.contextmanager
+    def embedding(self, shards: Sequence[Shard]) -> Iterator[Show]:
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+        tally = Tally(shards)
+        bar = Progress(
+            TextColumn("{task.description}"), BarColumn(bar_width=None), TextColumn("{task.percentage:>3.0f} %"),
+            TextColumn("{task.fields[facts]}"), TimeElapsedColumn(), console=self._console, transient=True,
+        )  # fmt: skip
+        with bar:
+            task = bar.add_task("loading the model", total=1.0, facts="")
+
+            def show(event: Event) -> None:
+                tally.add(event)
+                said = describe(event)
+                if said:
+                    bar.console.print(said, markup=False)
+                eta = tally.eta_s
+                facts = (
+                    f"{tally.tokens_per_s:,.0f} tokens/s · {tally.texts_per_s:,.0f} texts/s · "
+                    f"{tally.finished_shards}/{tally.total_shards} shards · eta {'?' if eta is None else clock(eta)}"
+                )
+                if tally.rows_now:
+                    bar.update(task, completed=tally.share, description=tally.current, facts=facts)
+
+            yield show
+
+
+def describe(event: Event) -> str:
+    """A line for what a person wants to see afterwards; empty for the rest."""
+    values = event.values or {}
+    if event.kind == "ready":
+        return (
+            f"model ready in {values['load_s']:.1f} s: {values['dim']} dimensions, {values['dtype']} on "
+            f"{values['device']}, attention {values['attention']}"
+        )
+    if event.kind == "done":
+        counts = values["counts"]
+        return (
+            f"{values['shard']['key']}: {counts['rows_out']:,} vectors, {counts['tokens']:,} tokens in "
+            f"{values['seconds']['wall']:.1f} s, {values['tokens_per_s']:,.0f} tokens/s"
+        )
+    return event.reason
+
+
+def make_display(kind: str) -> Display:
+    """``auto`` (a bar in a terminal, lines elsewhere), ``rich``, ``plain`` or ``none``."""
+    if kind == "none":
+        return NoDisplay()
+    if kind == "rich" or (kind == "auto" and sys.stderr.isatty()):
+        return RichDisplay()
+    return PlainDisplay()

@@ -1,0 +1,239 @@
+"""The main job, stage by stage: the page to read first.
+
+    shards ──▶ reader ──▶ tokenizer ──▶ batcher ──▶ encoder ──▶ writer ──▶ ledger        indexer ──▶ search
+               └──────────── one worker process a device (worker.py) ───────────┘
+
+This is the coordinator: it checks everything that can be checked without a model, hands shards to workers, survives
+their death, and starts the index when all shards are committed. It never imports torch or faiss.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pipeline import ledger
+from pipeline.config import RunConfig
+from pipeline.devices import num_gpus, resolve_devices, resolve_dtype
+from pipeline.errors import EXIT_BUG, ConfigError, EmbedCorpusError, IndexingError, Stopped
+from pipeline.ledger import Ledger
+from pipeline.model import ModelFolder, open_model
+from pipeline.pool import Event, Pool, child_environment
+from pipeline.progress import Display, NoDisplay
+from pipeline.records import EncoderSettings, Shard
+from pipeline.shards import Checked, Columns, check_shards, find_shards
+from pipeline.storage import Output
+from pipeline.telemetry import RunReport
+from pipeline.threads import available_cores
+from pipeline.worker_settings import WorkerSettings
+
+DEFAULT_ID = "id"
+CPU_BATCH_TOKENS = 2_048  # the activations of one layer stay in a core's share of the cache
+GPU_BATCH_TOKENS = 32_768
+
+
+def run(config: RunConfig, display: Display | None = None, *, stand_in: str | None = None) -> RunReport:
+    """Embed what is not embedded yet, then build the index.
+
+    Args:
+        config: the options.
+        display: shows progress.
+        stand_in: see ``WorkerSettings``; for tests and measuring.
+
+    Returns:
+        The report; bad shards are in ``failed``, they do not raise.
+
+    Raises:
+        ConfigError: found before any model is loaded, where that is possible.
+        Stopped: the output is in use, or workers died too often.
+    """
+    start = time.perf_counter()
+    display = display or NoDisplay()
+    output = Output(config.output)
+    columns, id_name = resolve_columns(config)
+    model = open_model(config.model, trust_remote_code=config.trust_remote_code)
+    devices = resolve_devices(config.devices, num_gpus())
+    checked = check_shards(find_shards(config.input, config.output), columns)
+    encoder = encoder_settings(config, model, devices[0])
+    output.prepare()
+    with output.lock() as ours:
+        if not ours:
+            raise Stopped(f"--output {output.root}: another run holds its lock; wait for it, or use another --output")
+        output.sweep()
+        fields = {**vector_fields(config, model, encoder), **({"stand_in": stand_in} if stand_in else {})}
+        fingerprint = ledger.start_run(output, fields, layout_fields(config), *described(config, model, encoder))
+        todo = [shard for shard in checked.shards if not Ledger(output).is_done(shard, fingerprint)]
+        settings = WorkerSettings(
+            encoder=encoder,
+            output=str(output.root),
+            columns=columns,
+            id_name=id_name,
+            embedding_dtype=config.embedding_dtype,
+            max_batch_tokens=config.max_batch_tokens or default_batch_tokens(devices[0]),
+            fingerprint=fingerprint,
+            stand_in=stand_in,
+        )
+        report = RunReport(
+            output=str(output.root),
+            model=config.model,
+            device=",".join(devices),
+            shards_total=len(checked.shards) + len(checked.bad),
+            shards_skipped=len(checked.shards) - len(todo),
+        )
+        if config.devices == "auto" and devices == ["cpu"]:
+            report.warnings.append("no GPU found: running on the CPU")
+        embed(todo, checked, devices, settings, report, display)
+        add_totals(report, output)
+        if config.index != "none" and report.total_rows_out:
+            report.index = build_index(output, config.index, display)
+    report.wall_s = time.perf_counter() - start
+    return report
+
+
+def embed(
+    todo: Sequence[Shard],
+    checked: Checked,
+    devices: Sequence[str],
+    settings: WorkerSettings,
+    report: RunReport,
+    display: Display,
+) -> None:
+    """Give every shard to a worker; what came of each goes into ``report``."""
+    for shard, reason in checked.bad:
+        report.add_failure(shard.path, "bad", reason)
+    if not todo:
+        return
+    start = time.perf_counter()
+    with display.embedding(todo) as show, Pool(devices, settings, available_cores()) as pool:
+        for event in pool.process(todo):
+            if event.kind == "ready":
+                start = time.perf_counter() if not report.dim else start
+                note_encoder(report, event)
+            elif event.kind == "done":
+                assert event.values is not None
+                report.add_shard(event.values)
+            elif event.kind == "lost":
+                report.retries += 1
+                report.warnings.append(event.reason)
+            elif event.kind in ("bad", "gave up", "bug"):
+                assert event.shard is not None
+                report.add_failure(event.shard.path, event.kind, event.reason)
+            show(event)
+    report.encode_wall_s = time.perf_counter() - start
+
+
+def note_encoder(report: RunReport, event: Event) -> None:
+    values = event.values or {}
+    report.dim, report.attention, report.dtype = values["dim"], values["attention"], values["dtype"]
+    reason = values["attention_reason"]
+    if reason and reason not in report.warnings:
+        report.warnings.append(reason)
+
+
+def resolve_columns(config: RunConfig) -> tuple[Columns, str]:
+    """The columns to read, and the name of the key in the output.
+
+    Raises:
+        ConfigError: two output columns would have one name.
+    """
+    id_name = config.id_column or DEFAULT_ID
+    carried = [name for name in dict.fromkeys(config.columns) if name != config.id_column]
+    for name in [id_name, *carried]:
+        if name == "embedding":
+            raise ConfigError("--columns: 'embedding' is the name of the output's vectors; rename that input column")
+    if id_name in carried:
+        raise ConfigError(f"--columns: '{id_name}' is the name of the output's key; give --id-column {id_name} instead")
+    return Columns(config.text_column, config.id_column, tuple(carried)), id_name
+
+
+def encoder_settings(config: RunConfig, model: ModelFolder, device: str) -> EncoderSettings:
+    max_length = config.max_length if config.max_length != model.max_length else None
+    return EncoderSettings(
+        model_path=str(model.path),
+        device=device,
+        dtype=resolve_dtype(config.dtype, device, model.checkpoint_dtype),
+        attention=config.attention,
+        prompt=model.document_prompt(config.prompt, config.prompt_name),
+        max_length=max_length,
+        dimensions=config.dimensions,
+        normalize=config.normalize,
+        trust_remote_code=config.trust_remote_code,
+    )
+
+
+def vector_fields(config: RunConfig, model: ModelFolder, encoder: EncoderSettings) -> dict[str, Any]:
+    """All that changes a vector, by the name a user knows it under."""
+    return {
+        **model.fingerprint_fields(),
+        "text_column": config.text_column,
+        "prompt": encoder.prompt,
+        "max_length": encoder.max_length,
+        "dimensions": encoder.dimensions,
+        "normalize": encoder.normalize,
+        "dtype": encoder.dtype,
+        "embedding_dtype": config.embedding_dtype,
+    }
+
+
+def layout_fields(config: RunConfig) -> dict[str, Any]:
+    """All that changes the columns of an output file beside the vectors."""
+    return {"id_column": config.id_column, "columns": config.columns}
+
+
+def described(config: RunConfig, model: ModelFolder, encoder: EncoderSettings) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The ``config`` and ``model`` parts of run.json."""
+    query = {"path": str(model.path), "name": model.name, "query_prompt": model.query_prompt(), "dtype": encoder.dtype}
+    return config.model_dump(), query
+
+
+def default_batch_tokens(device: str) -> int:
+    return CPU_BATCH_TOKENS if device == "cpu" else GPU_BATCH_TOKENS
+
+
+def add_totals(report: RunReport, output: Output) -> None:
+    """Rows of all finished shards, whichever run finished them."""
+    for record in Ledger(output).commits():
+        counts = record["counts"]
+        report.total_rows += counts["rows"]
+        report.total_rows_out += counts["rows_out"]
+        report.total_quarantined += sum(counts["quarantined"].values())
+        report.dim = report.dim or record["output"]["dim"]
+
+
+def build_index(output: Output, factory: str, display: Display) -> dict[str, Any]:
+    """Build or reuse the index in a process of its own: faiss and torch never share one.
+
+    Raises:
+        EmbedCorpusError: as the indexer said.
+    """
+    say: Callable[[str], None] = display.line
+    command = [sys.executable, "-m", "pipeline.indexer", str(output.root), "--factory", factory]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, env=child_environment(available_cores())
+    )
+    assert process.stdout is not None and process.stderr is not None
+    try:
+        lines = []
+        for line in process.stderr:
+            lines.append(line.rstrip())
+            say(line.rstrip())
+        answer = process.stdout.read()
+        code = process.wait()
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+    if code == 0:
+        document: dict[str, Any] = json.loads(answer)
+        return document
+    message = lines[-1] if lines else f"the indexer ended with exit code {code}"
+    for kind in (ConfigError, IndexingError, Stopped):
+        if code == kind.exit_code:
+            raise kind(message)
+    if code == EXIT_BUG:
+        raise RuntimeError("\n".join(lines))
+    raise EmbedCorpusError(f"the indexer {'was killed' if code < 0 else 'ended'} ({code}): {message}")

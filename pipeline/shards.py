@@ -1,0 +1,283 @@
+"""Input names into a checked list of shards: what to read, in which order, and which ones cannot be read at all.
+
+Everything here happens before a model is loaded. A shard whose own data is bad is named and left to fail alone; what is
+wrong with all of them at once (no such column, ids of different types) stops the run, since it is the command that is
+wrong. Only footers are read, never a row.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import PurePosixPath
+from typing import Any
+from urllib.parse import unquote
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipeline.config import nearest
+from pipeline.errors import ConfigError, ShardError
+from pipeline.records import Shard
+
+SUFFIXES = (".parquet", ".parq", ".pq")
+READ_BUFFER_BYTES = 1024 * 1024
+HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
+_MAGIC_CHARACTERS = re.compile(r"[*?\[]")
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Which columns of a shard are read, as names for the reader.
+
+    Attributes:
+        text: column or dotted path of the text.
+        id: column of the key, or None where the key is made from shard and row.
+        carried: further columns of the output.
+    """
+
+    text: str
+    id: str | None
+    carried: tuple[str, ...] = ()
+
+    def names(self) -> list[str]:
+        return [self.text, *([self.id] if self.id else []), *self.carried]
+
+
+@dataclass(frozen=True)
+class Checked:
+    """The outcome of the check.
+
+    Attributes:
+        shards: readable shards in natural order of their keys.
+        bad: (shard, reason) of those that fail alone.
+    """
+
+    shards: list[Shard]
+    bad: list[tuple[Shard, str]]
+
+
+def natural_key(name: str) -> tuple[Any, ...]:
+    """Sort key under which ``part-2`` comes before ``part-10``."""
+    return tuple((0, int(piece), piece) if piece.isdigit() else (1, 0, piece) for piece in re.split(r"(\d+)", name))
+
+
+def find_shards(inputs: Sequence[str], output: str | None = None) -> list[Shard]:
+    """Expand files, folders and globs into shards, in natural order of their keys.
+
+    Hidden files, names that begin with ``_`` and other file types are skipped below a folder; a file that is named is
+    always taken. What lies in ``output`` is never an input.
+
+    Raises:
+        ConfigError: an input does not exist or holds no Parquet file, or two shards would get the same output name.
+    """
+    skip = os.path.realpath(output) if output is not None else None
+    found: dict[str, Shard] = {}
+    for name in inputs:
+        shards = [s for s in _expand(name) if skip is None or not _inside(s.path, skip)]
+        if not shards:
+            raise ConfigError(
+                f"input {name}: no Parquet file found; expected a .parquet file, a folder of them, or a glob"
+            )
+        for shard in shards:
+            other = found.get(shard.key)
+            if other is not None and other.path != shard.path:
+                raise ConfigError(
+                    f"input: {other.path} and {shard.path} would both be written as embeddings/{shard.key}.parquet; "
+                    "give their common parent folder as one INPUT"
+                )
+            found[shard.key] = shard
+    return sorted(found.values(), key=lambda shard: natural_key(shard.key))
+
+
+def _expand(name: str) -> Iterable[Shard]:
+    try:
+        filesystem, path = fsspec.url_to_fs(name)
+        # An existing path is meant literally, also when it holds a '[' or a '*'.
+        if filesystem.exists(path):
+            if filesystem.isfile(path):
+                root, paths = path.rpartition("/")[0], [path]
+            else:
+                root, paths = path, [p for p in filesystem.find(path) if _is_shard(p, path)]
+        elif _MAGIC_CHARACTERS.search(name):
+            root = _MAGIC_CHARACTERS.split(path, maxsplit=1)[0].rpartition("/")[0]
+            hits = [hit for hit in filesystem.glob(path) if not _is_hidden(hit, root)]
+            files = [f for hit in hits for f in ([hit] if filesystem.isfile(hit) else filesystem.find(hit))]
+            paths = [p for p in files if _is_shard(p, root)]
+        else:
+            raise ConfigError(f"input {name}: does not exist; expected a Parquet file, a folder or a glob")
+        return [_shard(filesystem, path, root) for path in sorted(set(paths))]
+    except (OSError, ValueError, ImportError) as error:
+        raise ConfigError(f"input {name}: cannot be listed: {error}") from None
+
+
+def _is_shard(path: str, root: str) -> bool:
+    return path.lower().endswith(SUFFIXES) and not _is_hidden(path, root)
+
+
+def _is_hidden(path: str, root: str) -> bool:
+    """Below a dot or ``_`` name, as Spark's bookkeeping is; ``_key=value`` is a partition all the same."""
+    return any(part.startswith((".", "_")) and "=" not in part for part in PurePosixPath(_relative(path, root)).parts)
+
+
+def _relative(path: str, root: str) -> str:
+    return path[len(root) :].lstrip("/") if root and path.startswith(root.rstrip("/") + "/") else path.lstrip("/")
+
+
+def _shard(filesystem: Any, path: str, root: str) -> Shard:
+    info = filesystem.info(path)
+    relative = _relative(path, root)
+    key = relative[: -len(".parquet")] if relative.lower().endswith(".parquet") else relative
+    stamp = info.get("mtime") or info.get("LastModified") or info.get("last_modified") or 0
+    seconds = stamp.timestamp() if hasattr(stamp, "timestamp") else float(stamp)
+    mtime_ns = os.stat(path).st_mtime_ns if _is_local(filesystem) else int(seconds * 1e9)
+    location = path if _is_local(filesystem) else filesystem.unstrip_protocol(path)
+    return Shard(key, location, int(info.get("size") or 0), mtime_ns, partitions=_partitions(relative))
+
+
+def _is_local(filesystem: Any) -> bool:
+    return "file" in ([filesystem.protocol] if isinstance(filesystem.protocol, str) else filesystem.protocol)
+
+
+def _inside(path: str, folder: str) -> bool:
+    return os.path.realpath(path).startswith(folder.rstrip(os.sep) + os.sep)
+
+
+def _partitions(relative: str) -> dict[str, str | None]:
+    pairs = (part.partition("=") for part in PurePosixPath(relative).parts[:-1] if "=" in part)
+    return {key: None if value == HIVE_NULL else unquote(value) for key, _, value in pairs if key}
+
+
+def open_parquet(path: str) -> pq.ParquetFile:
+    """The file, local or remote; page checksums are verified where the writer left some.
+
+    Raises:
+        ShardError: it is not a readable Parquet file; the message says what it is instead, without the path.
+    """
+    try:
+        filesystem, name = fsspec.url_to_fs(path)
+        source = name if _is_local(filesystem) else filesystem.open(name, "rb")
+        # A buffer size makes the reader stream a column chunk instead of loading it whole.
+        return pq.ParquetFile(source, buffer_size=READ_BUFFER_BYTES, page_checksum_verification=True)
+    except FileNotFoundError:
+        raise ShardError("the file is gone; was it moved while the job ran?") from None
+    except (OSError, pa.ArrowException) as error:
+        raise ShardError(_what_it_is(path, error)) from None
+
+
+def _what_it_is(path: str, error: Exception) -> str:
+    with fsspec.open(path, "rb") as file:
+        head = file.read(64)
+    if not head:
+        return "the file is empty (0 bytes); expected Parquet"
+    if head.startswith(b"version https://git-lfs"):
+        return "a Git LFS pointer, not the data; run 'git lfs pull'"
+    if not head.startswith(b"PAR1"):
+        return f"not a Parquet file: it begins with {head[:8]!r}, expected b'PAR1'"
+    return f"a damaged Parquet file ({' '.join(str(error).split())}); copy it again"
+
+
+def check_shards(shards: Sequence[Shard], columns: Columns) -> Checked:
+    """Read every footer and resolve the columns.
+
+    Raises:
+        ConfigError: no shard is readable with these columns, or the ids of two shards have different types.
+    """
+    with ThreadPoolExecutor(max_workers=8) as pool:
+        results = list(pool.map(lambda shard: _check(shard, columns), shards))
+    good = [(shard, id_type) for shard, id_type, problem in results if problem is None]
+    bad = [(shard, problem) for shard, _, problem in results if problem is not None]
+    if not good:
+        shard, problem = bad[0]
+        more = f" (and {len(bad) - 1} more shards like it)" if len(bad) > 1 else ""
+        raise ConfigError(f"{shard.path}: {problem}{more}")
+    typed = [(shard, id_type) for shard, id_type in good if id_type is not None and not pa.types.is_null(id_type)]
+    for shard, id_type in typed[1:]:
+        if id_type != typed[0][1]:
+            raise ConfigError(
+                f"--id-column {columns.id}: {typed[0][1]} in {typed[0][0].path} but {id_type} in {shard.path}; "
+                "expected one type in all shards"
+            )
+    return Checked([shard for shard, _ in good], bad)
+
+
+def _check(shard: Shard, columns: Columns) -> tuple[Shard, pa.DataType | None, str | None]:
+    try:
+        with open_parquet(shard.path) as file:
+            known = replace(shard, num_rows=file.metadata.num_rows, num_row_groups=file.metadata.num_row_groups)
+            id_type = check_columns(file.schema_arrow, columns, shard.partitions)
+            return known, id_type, None
+    except ShardError as error:
+        return shard, None, str(error)
+    except (OSError, pa.ArrowException) as error:
+        return shard, None, f"cannot be read: {' '.join(str(error).split())}"
+
+
+def check_columns(schema: pa.Schema, columns: Columns, partitions: dict[str, str | None]) -> pa.DataType | None:
+    """The type of the id column, after making sure that every wanted column can be read.
+
+    Raises:
+        ShardError: a column is missing, repeats, or is of a type that holds no text.
+    """
+    text_type = field_type(schema, columns.text)
+    if not is_text(text_type):
+        raise ShardError(f"column '{columns.text}' is {text_type}; expected text (string or UTF-8 bytes)")
+    for name in columns.carried:
+        if name not in partitions:
+            field_type(schema, name)
+    if columns.id is None:
+        return None
+    id_type = pa.string() if columns.id in partitions else plain_type(field_type(schema, columns.id))
+    if pa.types.is_nested(id_type):
+        raise ShardError(f"id column '{columns.id}' is {id_type}; expected one value a row")
+    return id_type
+
+
+def field_type(schema: pa.Schema, name: str) -> pa.DataType:
+    """The type of a column or dotted path; a column that is literally called so wins over a path."""
+    hits = schema.get_all_field_indices(name)
+    if len(hits) > 1:
+        raise ShardError(f"{len(hits)} columns are called '{name}'; expected one")
+    if hits:
+        return schema.field(hits[0]).type
+    head, *rest = name.split(".")
+    if rest and len(schema.get_all_field_indices(head)) == 1:
+        node: pa.DataType = schema.field(head).type
+        for part in rest:
+            if not pa.types.is_struct(node) or node.get_field_index(part) < 0:
+                raise ShardError(f"column '{name}': '{head}' is {node} and has no field '{part}'")
+            node = node.field(part).type
+        return node
+    known = [str(column) for column in schema.names]
+    alike = [column for column in known if column.lower() == name.lower()]
+    hint = f"did you mean '{alike[0]}'?" if alike else nearest(name, known) if known else "it has no columns at all"
+    raise ShardError(f"no column '{name}'; {hint}")
+
+
+def is_text(kind: pa.DataType) -> bool:
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    return bool(
+        pa.types.is_string(kind)
+        or pa.types.is_large_string(kind)
+        or pa.types.is_string_view(kind)
+        or pa.types.is_binary(kind)
+        or pa.types.is_large_binary(kind)
+        or pa.types.is_binary_view(kind)
+        or pa.types.is_null(kind)
+    )
+
+
+def plain_type(kind: pa.DataType) -> pa.DataType:
+    """The type without its encoding: dictionary, large and view flavours of one type count as the same."""
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    if pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
+        return pa.string()
+    if pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind):
+        return pa.binary()
+    return kind

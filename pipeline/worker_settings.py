@@ -1,0 +1,45 @@
+"""What a worker is told when it starts; apart from the worker so that the coordinator need not import its stages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipeline.records import EncoderSettings
+from pipeline.shards import Columns
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """The first message to a worker.
+
+    Attributes:
+        encoder: how to load the model.
+        output: the output folder; empty for a worker that only embeds queries.
+        columns: which input columns are read.
+        id_name: name of the key in the output.
+        embedding_dtype: stored type.
+        max_batch_tokens: token budget of a batch.
+        fingerprint: of the run, for the commit records.
+        stand_in: ``module:function`` that returns an encoder, instead of loading the model; for tests and measuring.
+    """
+
+    encoder: EncoderSettings
+    output: str = ""
+    columns: Columns = field(default_factory=lambda: Columns("text", None))
+    id_name: str = "id"
+    embedding_dtype: str = "float32"
+    max_batch_tokens: int = 2048
+    fingerprint: str = ""
+    stand_in: str | None = None
+
+    @classmethod
+    def from_json(cls, document: dict[str, Any]) -> WorkerSettings:
+        columns = document["columns"]
+        return cls(
+            **{
+                **document,
+                "encoder": EncoderSettings(**document["encoder"]),
+                "columns": Columns(columns["text"], columns["id"], tuple(columns["carried"])),
+            }
+        )
