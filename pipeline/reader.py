@@ -19,6 +19,7 @@ from pipeline.shards import Columns, check_columns, field_type, open_parquet, pl
 
 WINDOW_ROWS = 16_384
 WINDOW_BYTES = 32 * 1024 * 1024
+MIN_ROWS_AT_ONCE = 16
 MAX_ROWS_AT_ONCE = 2_048  # decoded in one step; a row can be large and its size is unknown before
 
 
@@ -59,7 +60,7 @@ def _tables(
 ) -> Iterator[pa.Table]:
     """Small tables of the output's columns, then ``_text`` and ``_invalid``."""
     wanted = [name for name in dict.fromkeys(columns.names()) if name not in shard.partitions]
-    for batch in file.iter_batches(batch_size=_rows_at_once(file), columns=wanted, use_threads=False):
+    for batch in file.iter_batches(batch_size=_rows_at_once(file, wanted), columns=wanted, use_threads=False):
         arrays: dict[str, pa.Array] = {}
         if columns.id is None:
             # Arrow formats the numbers: a Python f-string a row would be the reader's main cost.
@@ -74,12 +75,18 @@ def _tables(
         first_row += batch.num_rows
 
 
-def _rows_at_once(file: pq.ParquetFile) -> int:
-    """Fewer rows where the footer says that rows are large."""
+def _rows_at_once(file: pq.ParquetFile, wanted: list[str]) -> int:
+    """Fewer rows where rows are large, judged by the footer and by the first rows.
+
+    The footer alone is not enough: it tells encoded sizes, and a dictionary hides how large the texts are.
+    """
     metadata = file.metadata
     size = sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
-    bytes_a_row = max(1, size // max(1, metadata.num_rows))
-    return int(min(MAX_ROWS_AT_ONCE, max(16, WINDOW_BYTES // bytes_a_row)))
+    bytes_a_row = size // max(1, metadata.num_rows)
+    for first in file.iter_batches(batch_size=MIN_ROWS_AT_ONCE, columns=wanted, use_threads=False):
+        bytes_a_row = max(bytes_a_row, first.nbytes // max(1, first.num_rows))
+        break
+    return int(min(MAX_ROWS_AT_ONCE, max(MIN_ROWS_AT_ONCE, WINDOW_BYTES // max(1, bytes_a_row))))
 
 
 def _column(batch: pa.RecordBatch, name: str, shard: Shard) -> pa.Array:

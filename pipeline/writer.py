@@ -114,7 +114,7 @@ class ShardWriter:
             temporary = self._output.temporary(self._name)
             self._temporary.append(temporary)
             self._writer = pq.ParquetWriter(temporary, table.schema, **self._layout(table.schema))
-        self._writer.write_table(table.combine_chunks(), row_group_size=table.num_rows)
+        self._writer.write_table(table.combine_chunks(), row_group_size=max(1, table.num_rows))
 
     def _layout(self, schema: pa.Schema) -> dict[str, Any]:
         others = [name for name in schema.names if name != "embedding"]

