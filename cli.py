@@ -1,4 +1,4 @@
-"""The command ``embed-corpus``: parse, one call into ``pipeline``, print. Results go to stdout, everything else to stderr.
+"""The command ``embed-corpus``: parse, one call into ``pipeline``, print. Results go to stdout, all else to stderr.
 
 What is heavy is imported inside the commands, so that ``--help`` answers at once.
 """
@@ -35,7 +35,7 @@ def run(
     inputs: Annotated[list[str] | None, typer.Argument(metavar="INPUT...", help="Parquet file, folder or glob")] = None,
     job: Annotated[str | None, typer.Option(help="YAML file of these options; the command line wins")] = None,
     output: Annotated[str | None, typer.Option(help="folder for embeddings, ledger and index")] = None,
-    model: Annotated[str | None, typer.Option(help="sentence-transformers folder, or a model id in the hub cache")] = None,
+    model: Annotated[str | None, typer.Option(help="sentence-transformers folder, or an id in the hub cache")] = None,
     text_column: Annotated[str | None, typer.Option(help="default: text; a dotted path reaches into a struct")] = None,
     id_column: Annotated[str | None, typer.Option(help="key of each row; default: <shard>:<row> as 'id'")] = None,
     columns: Annotated[str | None, typer.Option(help="columns carried through, comma separated")] = None,
@@ -45,7 +45,7 @@ def run(
     dimensions: Annotated[int | None, typer.Option(help="keep the first N dimensions, renormalised")] = None,
     normalize: Annotated[bool | None, typer.Option(help="L2-normalise; default: as the model says")] = None,
     dtype: Annotated[str | None, typer.Option(help="compute type: auto, float32, float16, bfloat16")] = None,
-    embedding_dtype: Annotated[str | None, typer.Option(help="stored type: float32, or float16 at half the size")] = None,
+    embedding_dtype: Annotated[str | None, typer.Option(help="stored type: float32, float16 (half the size)")] = None,
     devices: Annotated[str | None, typer.Option(help="auto, cpu, cpu,cpu, cuda, cuda:0,cuda:1: a worker each")] = None,
     attention: Annotated[
         str | None, typer.Option(help="auto, torch-varlen, flash-attn, grouped, padded; auto probes and picks")

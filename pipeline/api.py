@@ -32,7 +32,12 @@ DATASET_ROWS = 100_000  # a shard: small enough to lose little in a crash, large
 
 
 def embed_corpus(
-    inputs: Any, output: str | os.PathLike[str], *, model: str | os.PathLike[str], progress: str = "auto", **options: Any
+    inputs: Any,
+    output: str | os.PathLike[str],
+    *,
+    model: str | os.PathLike[str],
+    progress: str = "auto",
+    **options: Any,
 ) -> RunReport:
     """Embed Parquet shards, or a ``datasets.Dataset``, and index the vectors.
 

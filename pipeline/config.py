@@ -1,8 +1,8 @@
 """What the user asked for: options of the command line and of a job file, merged and checked, nothing resolved yet.
 
 A job file is YAML with the long option names as keys (``text-column`` or ``text_column``) and ``input`` for the
-positional argument. What stands on the command line wins over the file, the file over the defaults. An unknown key is an
-error that names the nearest known one.
+positional argument. What stands on the command line wins over the file, the file over the defaults. An unknown key is
+an error that names the nearest known one.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ _DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 
 def num_gpus(root: Path = Path("/dev")) -> int:
     """NVIDIA devices this process may use: those the driver shows, cut by CUDA_VISIBLE_DEVICES."""
-    present = len([path for path in root.glob("nvidia[0-9]*")])
+    present = len(list(root.glob("nvidia[0-9]*")))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return present

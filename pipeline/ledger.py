@@ -70,7 +70,7 @@ def commit_name(key: str) -> str:
 
 def same_input(recorded: Mapping[str, Any], shard: Shard) -> bool:
     """Size and modification time, not the path: a moved input folder is still the same input."""
-    return recorded["size_bytes"] == shard.size_bytes and recorded["mtime_ns"] == shard.mtime_ns
+    return (recorded["size_bytes"], recorded["mtime_ns"]) == (shard.size_bytes, shard.mtime_ns)
 
 
 def read_run(output: str | Output) -> dict[str, Any]:
@@ -87,7 +87,11 @@ def read_run(output: str | Output) -> dict[str, Any]:
 
 
 def start_run(
-    output: Output, fields: Mapping[str, Any], layout: Mapping[str, Any], config: Mapping[str, Any], model: Mapping[str, Any]
+    output: Output,
+    fields: Mapping[str, Any],
+    layout: Mapping[str, Any],
+    config: Mapping[str, Any],
+    model: Mapping[str, Any],
 ) -> str:
     """Write ``run.json`` and return the fingerprint; continue only a run that was configured the same.
 

@@ -1,7 +1,7 @@
 """A model name into a folder, and what the folder says, read from its files alone: no torch, no transformers.
 
-This is what can be refused before a worker is started, and what the fingerprint of a run is made of. Loading the weights
-and proving that our forward equals the reference is the encoder's business.
+This is what can be refused before a worker is started, and what the fingerprint of a run is made of. Loading the
+weights and proving that our forward equals the reference is the encoder's business.
 """
 
 from __future__ import annotations
@@ -120,9 +120,9 @@ def open_model(name: str, *, trust_remote_code: bool = False) -> ModelFolder:
         raise ModelError(f"model {name}: is a {kind}; expected a SentenceTransformer, which gives one vector a text")
     modules = _modules(path)
     for module, _ in modules:
-        if module.rpartition(".")[2] not in KNOWN_MODULES or not module.startswith("sentence_transformers."):
-            if not trust_remote_code:
-                raise ModelError(f"model {name}: module {module} is not known; known: {', '.join(KNOWN_MODULES)}")
+        known = module.rpartition(".")[2] in KNOWN_MODULES and module.startswith("sentence_transformers.")
+        if not known and not trust_remote_code:
+            raise ModelError(f"model {name}: module {module} is not known; known: {', '.join(KNOWN_MODULES)}")
     transformer = path / next((sub for module, sub in modules if module.endswith(".Transformer")), "")
     config = _json(transformer / "config.json")
     return ModelFolder(

@@ -7,6 +7,7 @@ works from a notebook, a script without a main guard, or another tool's task. Th
 from __future__ import annotations
 
 import collections
+import contextlib
 import json
 import os
 import queue
@@ -59,8 +60,8 @@ class WorkerProcess:
     def __init__(
         self, device: str, settings: WorkerSettings, threads: int, events: queue.Queue[tuple[WorkerProcess, Any]]
     ) -> None:
-        self.device, self.shard, self.last_sign = device, None, time.monotonic()
-        self.shard: Shard | None
+        self.device, self.last_sign = device, time.monotonic()
+        self.shard: Shard | None = None
         self.ready = False
         self._stderr: collections.deque[str] = collections.deque(maxlen=STDERR_LINES)
         self.process = subprocess.Popen(
@@ -76,7 +77,8 @@ class WorkerProcess:
         )
         self._drain = threading.Thread(target=self._read_stderr, daemon=True)
         self._drain.start()
-        threading.Thread(target=self._read_answers, args=(events,), daemon=True).start()
+        self._answers = threading.Thread(target=self._read_answers, args=(events,), daemon=True)
+        self._answers.start()
         visible = "cuda:0" if device.startswith("cuda") else device
         encoder = replace(settings.encoder, device=visible)
         self.send(do="setup", settings=asdict(replace(settings, encoder=encoder)))
@@ -95,16 +97,18 @@ class WorkerProcess:
 
     def _read_answers(self, events: queue.Queue[tuple[WorkerProcess, Any]]) -> None:
         assert self.process.stdout is not None
-        for line in self.process.stdout:
-            events.put((self, json.loads(line)))
+        with self.process.stdout as lines:
+            for line in lines:
+                events.put((self, json.loads(line)))
         self.process.wait()
         self._drain.join(timeout=5)
         events.put((self, None))
 
     def _read_stderr(self) -> None:
         assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self._stderr.append(line.rstrip())
+        with self.process.stderr as lines:
+            for line in lines:
+                self._stderr.append(line.rstrip())
 
     def cause_of_death(self) -> str:
         code = self.process.poll()
@@ -117,17 +121,16 @@ class WorkerProcess:
 
     def close(self, grace_s: float = 5.0) -> None:
         """End the process, whatever it is doing, and wait for it."""
-        if self.process.poll() is None:
-            try:
-                assert self.process.stdin is not None
-                self.process.stdin.close()  # the worker leaves when its requests end
-            except OSError:
-                pass
-            try:
-                self.process.wait(timeout=grace_s)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-        self.process.wait()
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError):  # what was still to be sent to a dead process
+            self.process.stdin.close()  # the worker leaves when its requests end
+        try:
+            self.process.wait(timeout=grace_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self._answers.join()
+        self._drain.join()
 
 
 class Pool:
@@ -212,12 +215,15 @@ class Pool:
         self, worker: WorkerProcess, waiting: collections.deque[Shard], attempts: collections.Counter[str]
     ) -> Iterator[Event]:
         self._workers.remove(worker)
+        worker.close()
         cause = f"worker on {worker.device} {worker.cause_of_death()}"
         if not worker.ready:
             self._failed_starts += 1
             if self._failed_starts >= MAX_ATTEMPTS:
                 raise Stopped(f"{cause} while loading the model, {self._failed_starts} times; run again to continue")
-        if worker.shard is not None:
+        if worker.shard is None:
+            yield Event("lost", reason=f"{cause}; starting another")
+        else:
             key = worker.shard.key
             attempts[key] += 1
             if attempts[key] < MAX_ATTEMPTS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections.abc import Iterator
@@ -14,8 +15,8 @@ _END = object()
 class Prefetch(Generic[T]):
     """Iterates like ``source``, which runs in its own thread at most ``depth`` items ahead.
 
-    An exception of the source is raised where its next item would have been. Leaving the ``with`` block stops the thread
-    after the item it is at, also when not everything was taken.
+    An exception of the source is raised where its next item would have been. Leaving the ``with`` block stops the
+    thread after the item it is at, also when not everything was taken.
     """
 
     def __init__(self, source: Iterator[T], depth: int = 1) -> None:
@@ -32,10 +33,8 @@ class Prefetch(Generic[T]):
     def __exit__(self, *_: object) -> None:
         self._closed.set()
         while self._thread.is_alive():
-            try:  # make room: the thread may be waiting to hand over an item nobody wants any more
-                self._queue.get(timeout=0.05)
-            except queue.Empty:
-                pass
+            with contextlib.suppress(queue.Empty):
+                self._queue.get(timeout=0.05)  # make room: it may be waiting to hand over what nobody wants any more
         self._thread.join()
 
     def __iter__(self) -> Iterator[T]:

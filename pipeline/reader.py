@@ -1,7 +1,7 @@
 """One shard into windows of consecutive rows, read as a stream: only the wanted columns, never the whole file.
 
-A window ends at ``WINDOW_ROWS`` rows or ``WINDOW_BYTES`` of text, whichever comes first, so memory depends on neither the
-shard's length nor its row groups. Every row of the shard appears in exactly one window, in order.
+A window ends at ``WINDOW_ROWS`` rows or ``WINDOW_BYTES`` of text, whichever comes first, so memory depends on neither
+the shard's length nor its row groups. Every row of the shard appears in exactly one window, in order.
 """
 
 from __future__ import annotations

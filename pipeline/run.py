@@ -13,7 +13,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from pipeline import ledger
@@ -210,23 +210,23 @@ def build_index(output: Output, factory: str, display: Display) -> dict[str, Any
     Raises:
         EmbedCorpusError: as the indexer said.
     """
-    say: Callable[[str], None] = display.line
     command = [sys.executable, "-m", "pipeline.indexer", str(output.root), "--factory", factory]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, env=child_environment(available_cores())
-    )
-    assert process.stdout is not None and process.stderr is not None
-    try:
-        lines = []
-        for line in process.stderr:
-            lines.append(line.rstrip())
-            say(line.rstrip())
-        answer = process.stdout.read()
-        code = process.wait()
-    finally:
-        if process.poll() is None:
+    lines: list[str] = []
+    environment = child_environment(available_cores())
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, env=environment
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        try:
+            for line in process.stderr:
+                lines.append(line.rstrip())
+                display.line(lines[-1])
+            answer = process.stdout.read()
+        except BaseException:
             process.kill()
-            process.wait()
+            raise
+    code = process.returncode
     if code == 0:
         document: dict[str, Any] = json.loads(answer)
         return document

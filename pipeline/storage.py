@@ -40,7 +40,9 @@ class Output:
             probe.write_bytes(b"")
             probe.unlink()
         except OSError as error:
-            raise ConfigError(f"--output {self.root}: cannot be written ({error.strerror}); expected a folder of yours")
+            raise ConfigError(
+                f"--output {self.root}: cannot be written ({error.strerror}); expected a folder of yours"
+            ) from None
 
     def temporary(self, name: str) -> Path:
         """A fresh path beside ``name``, in a folder that exists; hidden, and marked as unfinished."""

@@ -46,7 +46,9 @@ class Clock:
 _NOTHING = object()
 
 
-def shard_telemetry(counts: Counters, stages: dict[str, float], busy: dict[str, float], wall_s: float) -> dict[str, Any]:
+def shard_telemetry(
+    counts: Counters, stages: dict[str, float], busy: dict[str, float], wall_s: float
+) -> dict[str, Any]:
     """The measured part of a commit record.
 
     Args:
@@ -180,7 +182,8 @@ class RunReport:
         from html import escape
 
         cells = "".join(
-            "<tr>" + "".join(f"<td>{escape(display(value))}</td>" for value in row) + "</tr>" for row in self.shard_rows()
+            "<tr>" + "".join(f"<td>{escape(display(value))}</td>" for value in row) + "</tr>"
+            for row in self.shard_rows()
         )
         head = "".join(f"<th>{escape(name.replace('_', ' '))}</th>" for name in SHARD_COLUMNS)
         return f"<p>{escape(self.sentence())}</p><table><thead><tr>{head}</tr></thead><tbody>{cells}</tbody></table>"

@@ -1,4 +1,4 @@
-"""One device's process: ``python -m pipeline.worker`` reads requests from stdin and answers on stdout, a JSON line each.
+"""One device's process: ``python -m pipeline.worker`` takes requests on stdin, answers on stdout, a JSON line each.
 
 A shard goes through reader → tokenizer → batcher → encoder → writer → commit record here; the coordinator sees only
 messages. When stdin ends the coordinator is gone and the process exits at once, whatever it is doing: nothing that is
@@ -47,8 +47,9 @@ class AnyEncoder(Protocol):
     device: str
     dtype: str
     num_parameters: int
-    padded: bool
 
+    @property
+    def padded(self) -> bool: ...
     def tokenizer_spec(self) -> TokenizerSpec: ...
     def encode(self, batch: Batch) -> NDArray[np.float32]: ...
     def computed_tokens(self, batch: Batch) -> int: ...
@@ -132,30 +133,30 @@ class Worker:
     def _encode(self, shard: Shard, tokens: Tokens, counts: Counters, clock: telemetry.Clock) -> NDArray[np.float32]:
         """(num_texts, dim) float32; NaN where a text has no token."""
         vectors = np.full((len(tokens.lengths), self._encoder.dim), np.nan, dtype=np.float32)
-        with clock.stage("pack"):
-            plan = batcher.plan_batches(tokens.lengths, self._settings.max_batch_tokens, padded=self._encoder.padded)
         rows, tokens_done = counts.rows, counts.tokens
-        for indices in plan:
-            with clock.stage("pack"):
-                batch = batcher.pack(tokens, indices)
-            if batch.num_tokens == 0:
-                continue
+        for batch in clock.waiting("pack", self._batches(tokens)):
             with clock.stage("encode"):
-                vectors[indices] = self._encoder.encode(batch)
+                vectors[batch.texts] = self._encoder.encode(batch)
             counts.batches += 1
             counts.computed_tokens += self._encoder.computed_tokens(batch)
-            rows, tokens_done = rows + len(indices), tokens_done + batch.num_tokens
+            rows, tokens_done = rows + batch.num_texts, tokens_done + batch.num_tokens
             self._say("progress", key=shard.key, rows=rows, tokens=tokens_done)
         return vectors
+
+    def _batches(self, tokens: Tokens) -> Iterator[Batch]:
+        """Every text that has a token, in exactly one batch, longest first."""
+        nonempty = np.flatnonzero(tokens.lengths)
+        for chosen in batcher.plan_batches(
+            tokens.lengths[nonempty], self._settings.max_batch_tokens, padded=self._encoder.padded
+        ):
+            yield batcher.pack(tokens, nonempty[chosen])
 
     def embed_queries(self, texts: list[str]) -> NDArray[np.float32]:
         """(n, dim) float32, in the order given."""
         tokens = self._tokenizer.encode(texts)
         vectors = np.full((len(texts), self._encoder.dim), np.nan, dtype=np.float32)
-        for indices in batcher.plan_batches(
-            tokens.lengths, self._settings.max_batch_tokens, padded=self._encoder.padded
-        ):
-            vectors[indices] = self._encoder.encode(batcher.pack(tokens, indices))
+        for batch in self._batches(tokens):
+            vectors[batch.texts] = self._encoder.encode(batch)
         return vectors
 
 

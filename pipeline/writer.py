@@ -53,7 +53,9 @@ class ShardWriter:
     def __enter__(self) -> ShardWriter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._writer is not None:
             with contextlib.suppress(OSError, pa.ArrowException):  # a full disk fails here a second time
                 self._writer.close()
@@ -71,9 +73,8 @@ class ShardWriter:
             vectors: (num_texts, dim) float32; a text without any token or with a non-finite vector is a row of NaN.
         """
         has_text = text_of_row >= 0
-        finite = np.isfinite(vectors).all(axis=1) if len(vectors) else np.zeros(0, dtype=bool)
         keep = has_text.copy()
-        keep[has_text] = finite[text_of_row[has_text]]
+        keep[has_text] = np.isfinite(vectors).all(axis=1)[text_of_row[has_text]]
         self.rows_in += window.num_rows
         if not keep.all():
             self._quarantine(window, np.flatnonzero(~keep), has_text)

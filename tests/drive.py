@@ -1,9 +1,11 @@
-"""``python -m tests.drive INPUT OUTPUT MODEL ['{"option": …}']``: a run with the stand-in encoder, as its own process."""
+"""``python -m tests.drive INPUT OUTPUT MODEL ['{"option": …}']``: a run with the stand-in encoder, a process apart."""
 
 from __future__ import annotations
 
 import json
 import sys
+
+import typer
 
 import cli
 from pipeline.config import build_config
@@ -24,4 +26,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except typer.Exit as end:
+        sys.exit(end.exit_code)

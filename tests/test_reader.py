@@ -16,11 +16,14 @@ from pipeline.shards import Columns, find_shards
 from tests.conftest import write_shard
 
 
-def windows(path: Path, columns: Columns = Columns("text", "id"), id_name: str = "id") -> list[Window]:
+BY_ID = Columns("text", "id")
+
+
+def windows(path: Path, columns: Columns = BY_ID, id_name: str = "id") -> list[Window]:
     return list(read_windows(find_shards([str(path)])[0], columns, id_name))
 
 
-def texts(path: Path, columns: Columns = Columns("text", "id")) -> list[str | None]:
+def texts(path: Path, columns: Columns = BY_ID) -> list[str | None]:
     return [text for window in windows(path, columns) for text in window.texts]
 
 
@@ -109,7 +112,8 @@ def test_ids_are_kept_exactly(tmp_path: Path, ids: pa.Array) -> None:
 
 
 def test_an_empty_shard_has_no_window_but_a_schema(tmp_path: Path) -> None:
-    pq.write_table(pa.table({"id": pa.array([], pa.int32()), "text": pa.array([], pa.string())}), tmp_path / "x.parquet")
+    table = pa.table({"id": pa.array([], pa.int32()), "text": pa.array([], pa.string())})
+    pq.write_table(table, tmp_path / "x.parquet")
     [shard] = find_shards([str(tmp_path)])
     assert windows(tmp_path) == []
     assert output_schema(shard, Columns("text", "id"), "id") == pa.schema([("id", pa.int32())])

@@ -110,7 +110,8 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path, monkeypatch:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(pq.ParquetWriter, "write_table", full)
-    with pytest.raises(OutputError, match=r"cannot write embeddings/a/x\.parquet .*No space left"), make(tmp_path) as out:  # noqa: PT012
+    expected = r"cannot write embeddings/a/x\.parquet .*No space left"
+    with pytest.raises(OutputError, match=expected), make(tmp_path) as out:  # noqa: PT012
         out.write(window(0, ["a"]), np.arange(1), vectors(1))
         out.finish(SCHEMA)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
