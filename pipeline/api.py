@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pyarrow.parquet as pq
+
 from pipeline import ledger
 from pipeline.config import build_config
 from pipeline.devices import num_gpus, resolve_devices, resolve_dtype
@@ -79,7 +81,8 @@ def _dataset_shards(dataset: Any, output: Path) -> list[str]:
         if not target.exists():
             folder.mkdir(parents=True, exist_ok=True)
             temporary = folder / f".{target.name}.tmp"
-            dataset.select(range(start, min(start + DATASET_ROWS, len(dataset)))).to_parquet(str(temporary))
+            part = dataset.select(range(start, min(start + DATASET_ROWS, len(dataset))))
+            pq.write_table(part.with_format("arrow")[:], temporary)
             os.replace(temporary, target)
     if not len(dataset):
         raise ConfigError("inputs: the dataset has no rows")

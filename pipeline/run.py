@@ -220,17 +220,20 @@ def build_index(output: Output, factory: str, display: Display) -> dict[str, Any
         assert process.stderr is not None
         try:
             for line in process.stderr:
+                if lines:  # the last line is held back: of a failure it is the message, and shown as such
+                    display.line(lines[-1])
                 lines.append(line.rstrip())
-                display.line(lines[-1])
             answer = process.stdout.read()
         except BaseException:
             process.kill()
             raise
     code = process.returncode
     if code == 0:
+        for line in lines[-1:]:
+            display.line(line)
         document: dict[str, Any] = json.loads(answer)
         return document
-    message = lines[-1] if lines else f"the indexer ended with exit code {code}"
+    message = lines[-1].removeprefix("error: ") if lines else f"the indexer ended with exit code {code}"
     for kind in (ConfigError, IndexingError, Stopped):
         if code == kind.exit_code:
             raise kind(message)

@@ -70,7 +70,7 @@ def find_shards(inputs: Sequence[str], output: str | None = None) -> list[Shard]
     """Expand files, folders and globs into shards, in natural order of their keys.
 
     Hidden files, names that begin with ``_`` and other file types are skipped below a folder; a file that is named is
-    always taken. What lies in ``output`` is never an input.
+    always taken. What lies in ``output`` is no input, unless it is named.
 
     Raises:
         ConfigError: an input does not exist or holds no Parquet file, or two shards would get the same output name.
@@ -78,7 +78,7 @@ def find_shards(inputs: Sequence[str], output: str | None = None) -> list[Shard]
     skip = os.path.realpath(output) if output is not None else None
     found: dict[str, Shard] = {}
     for name in inputs:
-        shards = [s for s in _expand(name) if skip is None or not _inside(s.path, skip)]
+        shards = [s for s in _expand(name) if skip is None or _inside(name, skip) or not _inside(s.path, skip)]
         if not shards:
             raise ConfigError(
                 f"input {name}: no Parquet file found; expected a .parquet file, a folder of them, or a glob"

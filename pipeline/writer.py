@@ -62,7 +62,9 @@ class ShardWriter:
         for path in self._temporary:
             path.unlink(missing_ok=True)
         if isinstance(error, OSError):
-            raise OutputError(f"--output {self._output.root}: cannot write {self._name} ({error}); make room, then run again") from None
+            raise OutputError(
+                f"--output {self._output.root}: cannot write {self._name} ({error}); make room, then run again"
+            ) from None
 
     def write(self, window: Window, text_of_row: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
         """Append a window.
@@ -74,7 +76,8 @@ class ShardWriter:
         """
         has_text = text_of_row >= 0
         keep = has_text.copy()
-        keep[has_text] = np.isfinite(vectors).all(axis=1)[text_of_row[has_text]]
+        finite: NDArray[np.bool_] = np.asarray(np.isfinite(vectors).all(axis=1))
+        keep[has_text] = finite[text_of_row[has_text]]
         self.rows_in += window.num_rows
         if not keep.all():
             self._quarantine(window, np.flatnonzero(~keep), has_text)

@@ -15,7 +15,6 @@ from pipeline.records import Shard, Window
 from pipeline.shards import Columns, find_shards
 from tests.conftest import write_shard
 
-
 BY_ID = Columns("text", "id")
 
 
