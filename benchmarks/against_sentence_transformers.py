@@ -61,18 +61,20 @@ def main() -> None:
     tokens = 0
     for number in range(args.rounds):
         with tempfile.TemporaryDirectory() as folder:
-            ours = [sys.executable, "-m", "cli", "run", str(args.shard), "--output", f"{folder}/out", "--model", model,
-                    "--id-column", "id", "--devices", "cpu", "--index", "none", "--json", "--progress", "none"]  # fmt: skip
+            options = ["--id-column", "id", "--devices", "cpu", "--index", "none", "--json", "--progress", "none"]
+            files = [str(args.shard), "--output", f"{folder}/out", "--model", model]
+            ours = [sys.executable, "-m", "cli", "run", *files, *options]
             wall, report = timed(ours, environment)
             walls.setdefault("embed-corpus", []).append(wall)
             inner.setdefault("embed-corpus", []).append(report["encode_wall_s"])
             tokens = report["counts"]["tokens"]  # type: ignore[index]
             for size in args.batch_sizes:
-                reference = [sys.executable, "-c", REFERENCE, str(args.shard), f"{folder}/{size}.parquet", model, str(size)]
-                wall, answer = timed(reference, environment)
+                files = [str(args.shard), f"{folder}/{size}.parquet", model, str(size)]
+                wall, answer = timed([sys.executable, "-c", REFERENCE, *files], environment)
                 walls.setdefault(f"batch_size {size}", []).append(wall)
                 inner.setdefault(f"batch_size {size}", []).append(answer["ready_s"])
-        print(f"round {number + 1}: " + ", ".join(f"{name} {times[-1]:.1f} s" for name, times in walls.items()), flush=True)
+        last = ", ".join(f"{name} {times[-1]:.1f} s" for name, times in walls.items())
+        print(f"round {number + 1}: {last}", flush=True)
     print(f"\n{tokens:,} tokens, {args.threads} threads, medians of {args.rounds} rounds")
     print(f"{'':16} {'process s':>10} {'work s':>8} {'tokens/s':>9} {'ours is (process)':>18} {'ours is (work)':>15}")
     for name in walls:

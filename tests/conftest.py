@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,6 +20,7 @@ SAMPLE_DATA = ROOT / "sample_data"
 STAND_IN = "tests.stand_in:make"
 
 RunCommand = Callable[..., "subprocess.CompletedProcess[str]"]
+SampleRun = tuple[Path, "subprocess.CompletedProcess[str]"]
 
 
 @pytest.fixture(scope="session")
@@ -45,6 +47,20 @@ def command(tmp_path: Path) -> RunCommand:
         )
 
     return call
+
+
+@pytest.fixture(scope="session")
+def sample_run(tmp_path_factory: pytest.TempPathFactory, model_dir: str) -> SampleRun:
+    """The sample job with the real model, in a folder of its own: (that folder, the finished process)."""
+    folder = tmp_path_factory.mktemp("sample")
+    shutil.copytree(SAMPLE_DATA, folder / "sample_data")
+    (folder / "models").mkdir()
+    (folder / "models" / "all-MiniLM-L6-v2").symlink_to(model_dir)
+    done = subprocess.run(
+        [sys.executable, "-m", "cli", "run", "--job", str(ROOT / "jobs" / "sample.yaml"), "--json"],
+        cwd=folder, capture_output=True, text=True, timeout=180, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    return folder, done
 
 
 def write_shard(path: Path, texts: list[Any], ids: list[Any] | None = None, **options: Any) -> Path:

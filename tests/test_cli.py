@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
 import statistics
 import subprocess
 import sys
@@ -15,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import ROOT, SAMPLE_DATA, RunCommand, read_output, write_shard
+from tests.conftest import ROOT, SAMPLE_DATA, RunCommand, SampleRun, read_output, write_shard
 
 
 def test_help_answers_at_once(command: RunCommand) -> None:
@@ -101,22 +99,8 @@ def test_an_index_without_an_output_is_refused(command: RunCommand, tmp_path: Pa
     assert (done.returncode, len(done.stderr.strip().splitlines())) == (78, 1)
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory, model_dir: str) -> Any:
-    """(folder, finished process) of the sample job with the real model."""
-    folder = tmp_path_factory.mktemp("sample")
-    shutil.copytree(SAMPLE_DATA, folder / "sample_data")
-    (folder / "models").mkdir()
-    (folder / "models" / "all-MiniLM-L6-v2").symlink_to(model_dir)
-    done = subprocess.run(
-        [sys.executable, "-m", "cli", "run", "--job", str(ROOT / "jobs" / "sample.yaml"), "--json"],
-        cwd=folder, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=180,
-    )  # fmt: skip
-    return folder, done
-
-
-def test_the_main_job_runs_and_reports(finished: Any) -> None:
-    folder, done = finished
+def test_the_main_job_runs_and_reports(sample_run: SampleRun) -> None:
+    folder, done = sample_run
     assert done.returncode == 0, done.stderr
     summary = json.loads(done.stdout)  # nothing but the result is on stdout
     assert (summary["shards_done"], summary["total_rows_out"], summary["dim"]) == (3, 2400, 384)
@@ -125,16 +109,16 @@ def test_the_main_job_runs_and_reports(finished: Any) -> None:
     assert read_output(folder / "out" / "sample").schema.names == ["id", "word", "pos", "text", "embedding"]
 
 
-def test_a_log_file_is_plain_and_small(finished: Any) -> None:
-    _, done = finished
+def test_a_log_file_is_plain_and_small(sample_run: SampleRun) -> None:
+    _, done = sample_run
     assert "\r" not in done.stderr
     assert "\x1b" not in done.stderr
     assert len(done.stderr) < 5_000
     assert "shards, 2,400 rows to embed" in done.stderr
 
 
-def test_search_shows_score_id_columns_and_place(finished: Any, command: RunCommand) -> None:
-    folder, _ = finished
+def test_search_shows_score_id_columns_and_place(sample_run: SampleRun, command: RunCommand) -> None:
+    folder, _ = sample_run
     done = command("search", folder / "out" / "sample", "a small boat", "-k", "3")
     assert done.returncode == 0, done.stderr
     assert re.search(r"0\.\d{4}  wn-\d+ .*part-0000\d:\d+", done.stdout)
@@ -146,8 +130,8 @@ def test_search_shows_score_id_columns_and_place(finished: Any, command: RunComm
     assert scores == sorted(scores, reverse=True)
 
 
-def test_a_finished_job_says_so_quickly(finished: Any, command: RunCommand) -> None:
-    folder, _ = finished
+def test_a_finished_job_says_so_quickly(sample_run: SampleRun, command: RunCommand) -> None:
+    folder, _ = sample_run
     start = time.monotonic()
     done = command("run", "--job", ROOT / "jobs" / "sample.yaml", cwd=folder)
     assert time.monotonic() - start < 20
@@ -156,8 +140,8 @@ def test_a_finished_job_says_so_quickly(finished: Any, command: RunCommand) -> N
     assert "Index unchanged" in done.stdout
 
 
-def test_the_index_command_builds_what_was_asked(finished: Any, command: RunCommand) -> None:
-    folder, _ = finished
+def test_the_index_command_builds_what_was_asked(sample_run: SampleRun, command: RunCommand) -> None:
+    folder, _ = sample_run
     done = command("index", folder / "out" / "sample", "--index", "IVF16,Flat", "--json")
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
