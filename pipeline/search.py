@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import html
-import importlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,9 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from pipeline import ledger
+from pipeline.corpus import Positions, Vectors
 from pipeline.errors import ConfigError, one_line
+from pipeline.recall import load_faiss, set_parameter
 from pipeline.storage import Output, sha256_file
 from pipeline.threads import available_cores
 
@@ -34,8 +35,6 @@ HTML_ROWS = 50
 SETTINGS = {"nprobe": "nprobe", "efSearch": "ef_search"}
 """FAISS' name of a search parameter: where index.json has its measured value."""
 
-Vectors = NDArray[np.float32]
-Positions = NDArray[np.int64]
 EncodeQueries = Callable[[list[str]], Vectors]
 """n texts -> (n, dim) float32, embedded as the corpus was, with the query prompt."""
 
@@ -133,27 +132,29 @@ class CorpusIndex:
         self.info = document
         self._store, self._encoder = store, encoder
         self._lock = threading.Lock()
-        self._shards = _Shards(document["shards"])
+        shards = document["shards"]
         committed = {record["shard"]["key"]: record["output"]["sha256"] for record in ledger.Ledger(store).commits()}
-        indexed = {shard["key"]: shard["sha256"] for shard in document["shards"]}
-        self.stale_shards = tuple(key for key, sha256 in indexed.items() if committed.get(key) != sha256)
-        self.num_unindexed = len(committed.keys() - indexed.keys())
-        self._faiss = _load_faiss()
+        self.stale_shards = tuple(shard["key"] for shard in shards if committed.get(shard["key"]) != shard["sha256"])
+        self.num_unindexed = len(committed.keys() - {shard["key"] for shard in shards})
+        # Where in that list the shard of an ordinal is, and how many vectors the shards before each one hold.
+        self._shard_of = np.zeros(document["next_ordinal"], dtype=np.int64)
+        self._shard_of[[shard["ordinal"] for shard in shards]] = np.arange(len(shards))
+        self._starts = np.cumsum([0, *(shard["rows"] for shard in shards)])
+        self._faiss = load_faiss()
         self._faiss.omp_set_num_threads(available_cores())
         self._index = self._load()
-        self._parameter = next((p for p, key in SETTINGS.items() if document[key] is not None), None)
+        self._parameter = next((name for name, key in SETTINGS.items() if document[key] is not None), None)
         self._effort = int(document[SETTINGS[self._parameter]]) if self._parameter else self.ntotal
-        self._set(self._effort)
+        set_parameter(self._index, self._parameter, self._effort)
         # Kept open: a later build removes the file's name, not the file.
         self._ids = pq.ParquetFile(store.path(document["ids_file"]), page_checksum_verification=True)
 
     def _load(self) -> Any:
         path = self._store.path(self.info["index_file"])
         try:
-            index = self._faiss.read_index(str(path))
+            return self._faiss.read_index(str(path))
         except RuntimeError as error:
             raise ConfigError(f"{path}: cannot be read ({one_line(error)}); {_rebuild(self._store)}") from error
-        return index
 
     @property
     def dim(self) -> int:
@@ -193,19 +194,16 @@ class CorpusIndex:
             raise ConfigError(f"k = {k}: expected at least 1")
         vectors = self._query_vectors(queries)
         with self._lock:
-            names = self._columns(columns)
+            carried = self._no_rows(columns)
             scores, ids = self._nearest(vectors, min(k, self.ntotal))
             query, place = np.nonzero(ids >= 0)
-            found = ids[query, place]
-            table = pa.table(
-                {
-                    "query": pa.array(query.astype(np.int64)),
-                    "rank": pa.array(place.astype(np.int64) + 1),
-                    "score": pa.array(scores[query, place]),
-                }
-            )
-            for name, column in self._rows(found, names):
-                table = table.append_column(name, column)
+            at, rows = self._shard_of[ids[query, place] >> 32], ids[query, place] & 0xFFFFFFFF
+            keys = self._keys(ids[query, place], self._starts[at] + rows)
+            if carried.num_columns:
+                carried = self._carried(at, rows, carried)
+        names = [f"{name}_column" if name in RESERVED else name for name in carried.column_names]
+        found = [pa.array(query.astype(np.int64)), pa.array(place.astype(np.int64) + 1), pa.array(scores[query, place])]
+        table = pa.table([*found, *keys.columns, *carried.columns], names=[*RESERVED, *names])
         return SearchResult(table, len(vectors))
 
     def _query_vectors(self, queries: str | Sequence[str] | NDArray[Any]) -> Vectors:
@@ -228,43 +226,36 @@ class CorpusIndex:
 
     def _nearest(self, vectors: Vectors, k: int) -> tuple[Vectors, Positions]:
         """(n, k) scores and FAISS ids, best first; -1 only where a graph index has parts that nothing leads to."""
-        if not len(vectors):
-            return np.empty((0, k), dtype=np.float32), np.empty((0, k), dtype=np.int64)
         scores, ids = self._index.search(vectors, k)
-        if (ids < 0).any():
-            try:
-                self._search_wider(vectors, k, scores, ids)
-            finally:
-                self._set(self._effort)
-        return scores, ids
-
-    def _search_wider(self, vectors: Vectors, k: int, scores: Vectors, ids: Positions) -> None:
-        """The lists probed held fewer than ``k`` vectors, or the graph walk ended early: search wider."""
         effort, most = self._effort, self._most_effort()
-        while effort < most and (short := np.flatnonzero((ids < 0).any(axis=1))).size:
-            effort = min(2 * effort, most)
-            self._set(effort)
-            scores[short], ids[short] = self._index.search(vectors[short], k)
+        try:
+            # The lists probed held fewer than ``k`` vectors, or the graph walk ended early: search wider.
+            while effort < most and (short := np.flatnonzero((ids < 0).any(axis=1))).size:
+                effort = min(2 * effort, most)
+                set_parameter(self._index, self._parameter, effort)
+                scores[short], ids[short] = self._index.search(vectors[short], k)
+        finally:
+            set_parameter(self._index, self._parameter, self._effort)
+        return scores, ids
 
     def _most_effort(self) -> int:
         ivf = self._faiss.try_extract_index_ivf(self._index)
         return int(ivf.nlist) if ivf is not None else self.ntotal
 
-    def _set(self, effort: int) -> None:
-        if self._parameter is not None:
-            self._faiss.ParameterSpace().set_index_parameter(self._index, self._parameter, effort)
-
-    def _columns(self, wanted: Sequence[str] | None) -> list[str]:
+    def _no_rows(self, wanted: Sequence[str] | None) -> pa.Table:
+        """The carried columns that are wanted, without a row."""
         if wanted is not None and not wanted:
-            return []
+            return pa.table({})
         with _reading(self._store, self._some_file()) as parquet:
-            available = [name for name in parquet.schema_arrow.names if name != "embedding"]
+            empty = parquet.schema_arrow.empty_table().drop_columns("embedding")
         if wanted is None:
-            return [name for name in available if name != self.info["id_column"]]
+            return empty.drop_columns(self.info["id_column"])
         for name in wanted:
-            if name not in available:
-                raise ConfigError(f"no column {name!r} in {self._store.root}/embeddings; there are {available}")
-        return list(wanted)
+            if name not in empty.column_names:
+                raise ConfigError(
+                    f"no column {name!r} in {self._store.root}/embeddings; there are {empty.column_names}"
+                )
+        return empty.select(list(wanted))
 
     def _some_file(self) -> str:
         shards = self.info["shards"]
@@ -273,52 +264,29 @@ class CorpusIndex:
             raise ConfigError(self._stale(shards[0]["key"]))
         return str(fresh["path"])
 
-    def _rows(self, faiss_ids: Positions, columns: list[str]) -> Iterator[tuple[str, Any]]:
-        at, rows = self._shards.locate(faiss_ids)
-        ids = _take(self._ids, self._shards.starts[at] + rows, ["faiss_id", "id", "shard", "row"])
-        if not np.array_equal(ids.column("faiss_id").to_numpy(), faiss_ids):
+    def _keys(self, faiss_ids: Positions, positions: NDArray[np.int64]) -> pa.Table:
+        """id, shard and row of hits, which are line ``positions[i]`` of the ids file."""
+        keys = _take(self._ids, positions, ["faiss_id", "id", "shard", "row"])
+        if not np.array_equal(keys.column("faiss_id").to_numpy(), faiss_ids):
             raise ConfigError(f"{self.info['ids_file']}: not the ids of this index; {_rebuild(self._store)}")
-        yield from ((name, ids.column(name)) for name in ("id", "shard", "row"))
-        if columns:
-            carried = self._carried(at, rows, columns)
-            for name in columns:
-                yield f"{name}_column" if name in RESERVED else name, carried.column(name)
+        return keys.drop_columns("faiss_id")
 
-    def _carried(self, at: NDArray[np.intp], rows: Positions, columns: list[str]) -> pa.Table:
+    def _carried(self, at: Positions, rows: Positions, empty: pa.Table) -> pa.Table:
         """The columns of hits, which are row ``rows[i]`` of the output file of shard ``at[i]``."""
-        order = np.argsort(at, kind="stable")
-        tables = []
-        for shard_at in np.unique(at):
+
+        def read(shard_at: int, hits: Positions) -> pa.Table:
             shard = self.info["shards"][shard_at]
             if shard["key"] in self.stale_shards:
                 raise ConfigError(self._stale(shard["key"]))
             with _reading(self._store, shard["path"]) as parquet:
                 if parquet.metadata.num_rows != shard["rows"]:
                     raise ConfigError(self._stale(shard["key"]))
-                tables.append(_take(parquet, rows[order][at[order] == shard_at], columns))
-        if not tables:
-            with _reading(self._store, self._some_file()) as parquet:
-                tables.append(_take(parquet, rows, columns))
-        joined = pa.concat_tables(tables, promote_options="permissive")
-        return joined.take(pa.array(np.argsort(order, kind="stable")))
+                return _take(parquet, rows[hits], empty.column_names)
+
+        return _by_group(at, read, empty)
 
     def _stale(self, key: str) -> str:
         return f"{self._store.root}: shard {key} changed after the index was built; {_rebuild(self._store)}"
-
-
-class _Shards:
-    """Where a FAISS id, ``shard ordinal << 32 | row of the output file``, lies."""
-
-    def __init__(self, shards: list[dict[str, Any]]) -> None:
-        self._ordinals = np.array([shard["ordinal"] for shard in shards], dtype=np.int64)
-        self._by_ordinal = np.argsort(self._ordinals)
-        rows = [0, *(shard["rows"] for shard in shards)]
-        self.starts = np.cumsum(np.array(rows, dtype=np.int64))[:-1]
-
-    def locate(self, faiss_ids: Positions) -> tuple[NDArray[np.intp], Positions]:
-        """Which shard of index.json's list each id is in, and its row in that shard's output file."""
-        at = self._by_ordinal[np.searchsorted(self._ordinals, faiss_ids >> 32, sorter=self._by_ordinal)]
-        return at, faiss_ids & 0xFFFFFFFF
 
 
 @contextlib.contextmanager
@@ -333,20 +301,26 @@ def _reading(store: Output, path: str) -> Iterator[pq.ParquetFile]:
 def _take(parquet: pq.ParquetFile, rows: Positions, columns: list[str]) -> pa.Table:
     """Rows of a file in the order asked for, reading only the row groups that hold them."""
     sizes = [parquet.metadata.row_group(group).num_rows for group in range(parquet.num_row_groups)]
-    ends = np.cumsum(np.array(sizes, dtype=np.int64))
-    groups = np.searchsorted(ends, rows, side="right")
+    starts = np.cumsum([0, *sizes])
+
+    def read(group: int, hits: Positions) -> pa.Table:
+        table = parquet.read_row_group(group, columns=columns).select(columns)
+        return table.take(pa.array(rows[hits] - starts[group]))
+
+    groups = np.searchsorted(starts[1:], rows, side="right")
+    return _by_group(groups, read, parquet.schema_arrow.empty_table().select(columns))
+
+
+def _by_group(groups: NDArray[Any], read: Callable[[int, Positions], pa.Table], empty: pa.Table) -> pa.Table:
+    """One row for each of (n,) ``groups``, in their order.
+
+    Args:
+        groups: which group each row is in.
+        read: reads the rows of one group, given their places among the n.
+        empty: what comes back for n = 0.
+    """
+    if not len(groups):
+        return empty
+    tables = [read(int(group), np.flatnonzero(groups == group)) for group in np.unique(groups)]
     order = np.argsort(groups, kind="stable")
-    parts = []
-    for group in np.unique(groups):
-        inside = rows[order][groups[order] == group] - (ends[group] - sizes[group])
-        parts.append(parquet.read_row_group(int(group), columns=columns).select(columns).take(pa.array(inside)))
-    if not parts:
-        return parquet.schema_arrow.empty_table().select(columns)
-    return pa.concat_tables(parts).take(pa.array(np.argsort(order, kind="stable")))
-
-
-def _load_faiss() -> Any:
-    try:
-        return importlib.import_module("faiss")
-    except ImportError as error:
-        raise ConfigError('faiss is not installed; run: pip install "embed-corpus[cpu]"') from error
+    return pa.concat_tables(tables, promote_options="permissive").take(pa.array(np.argsort(order)))

@@ -34,6 +34,11 @@ def clustered(num: int, dim: int = DIM, clusters: int = 20, seed: int = 0) -> ND
     return (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).astype(np.float32)
 
 
+def hard(num: int = 4000) -> NDArray[np.float32]:
+    """No clusters at all: neighbours lie in many lists, so few probes are not enough."""
+    return clustered(num, dim=DIM, clusters=1) * 1.0
+
+
 class FakeOutput:
     """An output folder as a run leaves it, with vectors of the test's own."""
 
@@ -172,9 +177,9 @@ def test_training_sample_comes_from_all_shards(out: FakeOutput, monkeypatch: pyt
     seen: list[NDArray[np.float32]] = []
     real = indexer._trained
 
-    def spy(module: Any, plan: Any, sample: NDArray[np.float32], dim: int) -> Any:
+    def spy(plan: Any, sample: NDArray[np.float32]) -> Any:
         seen.append(sample.copy())
-        return real(module, plan, sample, dim)
+        return real(plan, sample)
 
     monkeypatch.setattr(indexer, "_trained", spy)
     for number, axis in enumerate((0, 1, 2)):
@@ -184,14 +189,6 @@ def test_training_sample_comes_from_all_shards(out: FakeOutput, monkeypatch: pyt
     build_index(str(out))
     counts = np.bincount(seen[0].argmax(axis=1), minlength=3)[:3]
     assert counts.sum() == len(seen[0]) and counts.min() > 0.28 * counts.sum()
-
-
-def test_queries_are_kept_out_of_training() -> None:
-    queries, train = indexer._draw(10_000, 5000)
-    assert len(queries) == 200 and len(train) == 5000
-    assert not set(queries.tolist()) & set(train.tolist())
-    again, _ = indexer._draw(10_000, 5000)
-    assert np.array_equal(queries, again)
 
 
 @pytest.mark.parametrize(
@@ -386,7 +383,7 @@ def test_a_wrong_factory_is_refused_before_reading(
     out: FakeOutput, factory: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out.add("a", clustered(50))
-    monkeypatch.setattr(indexer, "_pick", lambda *_: pytest.fail("vectors were read"))
+    monkeypatch.setattr(indexer, "scan", lambda *_: pytest.fail("vectors were read"))
     with pytest.raises(ConfigError, match=message) as caught:
         build_index(str(out), factory)
     assert "\n" not in str(caught.value) and "faiss::" not in str(caught.value)
@@ -395,142 +392,6 @@ def test_a_wrong_factory_is_refused_before_reading(
 def test_a_limit_outside_zero_to_one_is_refused(out: FakeOutput) -> None:
     with pytest.raises(ConfigError, match=r"--min-recall 95"):
         build_index(str(out), min_recall=95)
-
-
-# -- recall is measured ----------------------------------------------------------------------------------------------
-
-
-def hard(num: int = 4000) -> NDArray[np.float32]:
-    """No clusters at all: neighbours lie in many lists, so few probes are not enough."""
-    return clustered(num, dim=DIM, clusters=1) * 1.0
-
-
-def test_nprobe_grows_with_the_limit(out: FakeOutput) -> None:
-    out.add("a", hard())
-    chosen = {}
-    for limit in (0.3, 0.9, 1.0):
-        result = build_index(str(out), "IVF64,Flat", min_recall=limit)
-        assert result["recall_at_10"]["value"] >= limit
-        chosen[limit] = result["nprobe"]
-    assert chosen[0.3] < chosen[0.9] < chosen[1.0]
-
-
-def test_reported_recall_is_what_an_independent_measurement_finds(out: FakeOutput) -> None:
-    vectors = hard()
-    out.add("a", vectors)
-    result = build_index(str(out), "IVF64,Flat", min_recall=0.8)
-    index = out.faiss_index()
-    index.nprobe = result["nprobe"]
-    exact = np.argsort(-(vectors[:1000] @ vectors.T), axis=1)[:, 1:11]
-    found = index.search(vectors[:1000], 11)[1]
-    recall = np.mean([len(set(exact[q]) & (set(found[q]) - {q})) / 10 for q in range(1000)])
-    assert recall == pytest.approx(result["recall_at_10"]["value"], abs=0.05)
-
-
-def test_nothing_is_published_below_the_limit(out: FakeOutput) -> None:
-    out.add("a", hard(2000))
-    with pytest.raises(
-        IndexingError, match=r"IVF16,PQ2x4 reached recall@10 0\.\d+ at nprobe=\d+, below --min-recall 0.95"
-    ):
-        build_index(str(out), "IVF16,PQ2x4")
-    assert not (out.root / "index/index.json").exists()
-    build_index(str(out))
-    before = out.document()
-    with pytest.raises(IndexingError):
-        build_index(str(out), "IVF16,PQ2x4")
-    assert out.document() == before
-    assert out.faiss_index().ntotal == 2000
-
-
-def test_interval_is_never_a_single_point() -> None:
-    assert indexer._interval(1.0, 100) == pytest.approx((0.963, 1.0), abs=1e-3)
-    low, high = indexer._interval(0.95, 100)
-    assert low < 0.92 and 0.97 < high < 1.0
-
-
-# -- ids -------------------------------------------------------------------------------------------------------------
-
-
-def test_quarantined_rows_are_stepped_over(out: FakeOutput) -> None:
-    out.add("a", clustered(5), quarantined=[0, 3, 7])
-    out.add("b", clustered(3, seed=1))
-    build_index(str(out))
-    assert out.ids().column("row").to_pylist() == [1, 2, 4, 5, 6, 0, 1, 2]
-    assert out.ids().column("faiss_id").to_pylist() == [*range(5), *(1 << 32 | row for row in range(3))]
-    assert out.ids().column("shard").to_pylist() == ["a"] * 5 + ["b"] * 3
-
-
-def test_quarantine_and_rows_must_add_up(out: FakeOutput) -> None:
-    out.add("a", clustered(5), quarantined=[0, 3])
-    change_commit(out, "a", "shard", num_rows=8)
-    with pytest.raises(IndexingError, match="5 vectors and 2 quarantined rows do not make the 8 rows"):
-        build_index(str(out))
-
-
-def test_rows_moved_by_the_quarantine_are_noticed(out: FakeOutput) -> None:
-    out.add("a", clustered(5), ids=range(5), quarantined=[0])
-    build_index(str(out))
-    out.add("a", clustered(5), ids=range(5), quarantined=[3])
-    assert build_index(str(out))["reused"] is False
-    assert out.ids().column("row").to_pylist() == [0, 1, 2, 4, 5]
-
-
-@pytest.mark.parametrize(
-    "ids",
-    [
-        pa.array(["ä", "", "b\nc", "b\nc"]),
-        pa.array([2**63 - 1, -(2**63), 0, 2**53 + 1]),
-        pa.array([2**64 - 1, 0, 1, 2], pa.uint64()),
-        pa.array([b"\x00\xff", b"", b"x", b"y"]),
-        pa.array([1, None, 3, 4], pa.int32()),
-    ],
-)
-def test_ids_keep_their_type_and_value(out: FakeOutput, ids: pa.Array) -> None:
-    out.add("a", clustered(4), ids=ids)
-    build_index(str(out))
-    assert out.ids().column("id").type == ids.type
-    assert out.ids().column("id").to_pylist() == ids.to_pylist()
-
-
-def test_ids_of_two_types_are_refused(out: FakeOutput) -> None:
-    out.add("a", clustered(4), ids=[1, 2, 3, 4])
-    out.add("b", clustered(4), ids=["1", "2", "3", "4"])
-    with pytest.raises(IndexingError, match=r"b\.parquet: the id column is 'id' \(string\), but 'id' \(int64\) in"):
-        build_index(str(out))
-
-
-def ordinals(out: FakeOutput) -> dict[str, int]:
-    return {shard["key"]: shard["ordinal"] for shard in out.document()["shards"]}
-
-
-def test_ordinals_stay_when_a_shard_is_added_in_front(out: FakeOutput) -> None:
-    vectors = clustered(90)
-    out.add("b", vectors[:30])
-    out.add("c", vectors[30:60])
-    build_index(str(out))
-    assert ordinals(out) == {"b": 0, "c": 1}
-    out.add("a", vectors[60:])
-    build_index(str(out))
-    assert ordinals(out) == {"a": 2, "b": 0, "c": 1}
-    assert out.ids().column("shard").to_pylist() == ["a"] * 30 + ["b"] * 30 + ["c"] * 30
-    assert out.faiss_index().search(vectors[[0, 31, 62]], 1)[1].ravel().tolist() == [0, 1 << 32 | 1, 2 << 32 | 2]
-
-
-def test_an_ordinal_is_never_given_to_another_shard(out: FakeOutput) -> None:
-    out.add("a", clustered(30))
-    out.add("b", clustered(30))
-    build_index(str(out))
-    (out.root / "commits/b.json").unlink()
-    build_index(str(out))
-    out.add("c", clustered(30))
-    build_index(str(out))
-    assert ordinals(out) == {"a": 0, "c": 2}
-
-
-def test_shards_are_in_natural_order(out: FakeOutput) -> None:
-    for key in ("s10", "s9", "s1"):
-        out.add(key, clustered(10))
-    assert [shard["key"] for shard in build_index(str(out))["shards"]] == ["s1", "s9", "s10"]
 
 
 # -- again -----------------------------------------------------------------------------------------------------------
@@ -608,7 +469,7 @@ def crash_after(real: Callable[..., Any], calls: int) -> Callable[..., Any]:
 STEPS: list[tuple[Any, str, int]] = [
     (faiss, "write_index", 0),
     (faiss, "write_index", 1),
-    (indexer, "_write_ids", 0),
+    (indexer, "write_ids", 0),
     (indexer, "sha256_file", 0),
     (indexer, "sha256_file", 1),
     (indexer, "_reopened", 0),
@@ -633,7 +494,7 @@ def test_after_a_crash_at_any_step_an_index_is_there(
         # Leave on disk what a killed process leaves.
         broken.setattr(Path, "unlink", lambda *_, **__: None)
         if (name, calls) == ("write_index", 1):
-            broken.setattr(indexer, "_write_ids", crash)
+            broken.setattr(indexer, "write_ids", crash)
         with pytest.raises(Crash):
             build_index(str(out))
     document = out.document()
