@@ -101,7 +101,9 @@ def _covers(previous: dict[str, Any], corpus: Corpus, requested: str, min_recall
         and previous["fingerprint"] == corpus.fingerprint
         and previous["requested"] == requested
         and previous["shards"] == [file.record() for file in corpus.files]
-        and all(corpus.store.size(previous[f"{what}_file"]) == size for what, size in previous["bytes"].items())
+        and all(
+            corpus.store.size(f"index/{previous[f'{what}_file']}") == size for what, size in previous["bytes"].items()
+        )
     )
 
 
@@ -249,9 +251,9 @@ def _publish(built: _Built, previous: dict[str, Any]) -> dict[str, Any]:
             sizes = {what: path.stat().st_size for what, path in files.items()}
             # Named by content: a new build never overwrites a file that the old index.json names, unless it equals it.
             generation = hashlib.sha256("".join(sums.values()).encode()).hexdigest()[:12]
-            names = {"index": f"index/index-{generation}.faiss", "ids": f"index/ids-{generation}.parquet"}
+            names = {"index": f"index-{generation}.faiss", "ids": f"ids-{generation}.parquet"}
             for what, name in names.items():
-                store.publish(files[what], name)
+                store.publish(files[what], f"index/{name}")
         document = _document(built, previous) | {f"{what}_file": name for what, name in names.items()}
         per_vector = round(sizes["index"] / corpus.num_vectors, 2)
         document |= {"sha256": sums, "bytes": sizes, "latency_ms": latency, "bytes_per_vector": per_vector}
@@ -323,7 +325,7 @@ def _remove_others(store: Output, keep: set[str]) -> None:
     with contextlib.suppress(OSError):
         for path in store.path("index").iterdir():
             ours = re.fullmatch(r"(index-\w+\.faiss|ids-\w+\.parquet|\.(index|ids)\..*\.tmp)", path.name)
-            if ours and f"index/{path.name}" not in keep:
+            if ours and path.name not in keep:
                 path.unlink(missing_ok=True)
 
 

@@ -26,6 +26,7 @@ TOKENIZER_FILES = (
     "vocab.txt", "vocab.json", "merges.txt", "chat_template.jinja",
 )  # fmt: skip
 LFS_HEADER = b"version https://git-lfs"
+Modules = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class ModelFolder:
 
     name: str
     path: Path
-    modules: tuple[tuple[str, str], ...] = ()
+    modules: Modules = ()
     prompts: dict[str, str] = field(default_factory=dict)
     default_prompt_name: str | None = None
     max_length: int | None = None
@@ -113,18 +114,16 @@ def open_model(name: str, *, trust_remote_code: bool = False) -> ModelFolder:
         ModelError: no such model, or one that cannot be loaded or reproduced exactly.
     """
     path = _locate(name)
-    _check_files(name, path)
+    modules = _modules(path)
+    _check_modules(name, modules, trust_remote_code)
+    _check_files(name, path, modules)
     settings = _json(path / "config_sentence_transformers.json")
     kind = settings.get("model_type", "SentenceTransformer")
     if kind != "SentenceTransformer":
         raise ModelError(f"model {name}: is a {kind}; expected a SentenceTransformer, which gives one vector a text")
-    modules = _modules(path)
-    for module, _ in modules:
-        known = module.rpartition(".")[2] in KNOWN_MODULES and module.startswith("sentence_transformers.")
-        if not known and not trust_remote_code:
-            raise ModelError(f"model {name}: module {module} is not known; known: {', '.join(KNOWN_MODULES)}")
-    transformer = path / next((sub for module, sub in modules if module.endswith(".Transformer")), "")
+    transformer = path / _transformer_folder(modules)
     config = _json(transformer / "config.json")
+    stored = [part.get("dtype") or part.get("torch_dtype") for part in (config, config.get("text_config") or {})]
     return ModelFolder(
         name=name,
         path=path,
@@ -132,7 +131,7 @@ def open_model(name: str, *, trust_remote_code: bool = False) -> ModelFolder:
         prompts={"query": "", "document": "", **{k: v or "" for k, v in (settings.get("prompts") or {}).items()}},
         default_prompt_name=settings.get("default_prompt_name"),
         max_length=_max_length(transformer, config),
-        checkpoint_dtype=config.get("dtype") or config.get("torch_dtype"),
+        checkpoint_dtype=next((dtype for dtype in stored if dtype), None),
     )
 
 
@@ -155,24 +154,38 @@ def _locate(name: str) -> Path:
         ) from None
 
 
-def _check_files(name: str, path: Path) -> None:
-    sub = next((sub for module, sub in _modules(path) if module.endswith(".Transformer")), "")
-    folder = path / sub
+def _check_modules(name: str, modules: Modules, trust_remote_code: bool) -> None:
+    """Only what is known to work on packed texts: one Transformer first, one Pooling, and what may stand around it."""
+    for module, _ in modules:
+        known = module.rpartition(".")[2] in KNOWN_MODULES and module.startswith("sentence_transformers.")
+        if not known and not trust_remote_code:
+            raise ModelError(f"model {name}: module {module} is not known; known: {', '.join(KNOWN_MODULES)}")
+    names = [module.rpartition(".")[2] for module, _ in modules]
+    if names and (names[0] != "Transformer" or names.count("Transformer") != 1 or names.count("Pooling") != 1):
+        raise ModelError(f"model {name}: chains {' > '.join(names)}; expected one Transformer first and one Pooling")
+
+
+def _transformer_folder(modules: Modules) -> str:
+    """Older folders keep the transformer in a folder of its own."""
+    return next((sub for module, sub in modules if module.endswith(".Transformer")), "")
+
+
+def _check_files(name: str, path: Path, modules: Modules) -> None:
+    folder = path / _transformer_folder(modules)
     if not (folder / "config.json").is_file():
         raise ModelError(f"model {name}: no config.json in {folder}; expected a sentence-transformers folder")
-    weights = [p for p in folder.iterdir() if p.name.endswith(WEIGHT_SUFFIXES)]
-    if not weights:
+    if not any(p.name.endswith(WEIGHT_SUFFIXES) for p in folder.iterdir()):
         raise ModelError(f"model {name}: no weights in {folder}; expected model.safetensors")
-    for file in [*weights, *folder.glob("tokenizer*"), *folder.glob("*.model")]:
-        with open(file, "rb") as handle:
-            if handle.read(len(LFS_HEADER)) == LFS_HEADER:
-                raise ModelError(f"model {name}: {file.name} is a Git LFS pointer, not the file; run 'git lfs pull'")
     vocabularies = ("tokenizer.json", "vocab.txt", "vocab.json", "*.model", "*.tiktoken")
     if not any(any(folder.glob(pattern)) for pattern in vocabularies):
         raise ModelError(f"model {name}: no tokenizer in {folder}; expected tokenizer.json or a vocabulary file")
+    for file in (p for sub in {"", *(sub for _, sub in modules)} for p in (path / sub).glob("*") if p.is_file()):
+        with open(file, "rb") as handle:
+            if handle.read(len(LFS_HEADER)) == LFS_HEADER:
+                raise ModelError(f"model {name}: {file.name} is a Git LFS pointer, not the file; run 'git lfs pull'")
 
 
-def _modules(path: Path) -> tuple[tuple[str, str], ...]:
+def _modules(path: Path) -> Modules:
     listing = path / "modules.json"
     if not listing.is_file():
         return ()

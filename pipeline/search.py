@@ -111,7 +111,7 @@ def _rebuild(store: Output) -> str:
 
 
 def _check_file(store: Output, document: dict[str, Any], what: str, verify: bool) -> None:
-    name = document[f"{what}_file"]
+    name = f"index/{document[f'{what}_file']}"
     if store.size(name) != document["bytes"][what]:
         raise ConfigError(f"{store.path(name)}: missing or cut; {_rebuild(store)}")
     if verify and sha256_file(store.path(name)) != document["sha256"][what]:
@@ -147,10 +147,10 @@ class CorpusIndex:
         self._effort = int(document[SETTINGS[self._parameter]]) if self._parameter else self.ntotal
         set_parameter(self._index, self._parameter, self._effort)
         # Kept open: a later build removes the file's name, not the file.
-        self._ids = pq.ParquetFile(store.path(document["ids_file"]), page_checksum_verification=True)
+        self._ids = pq.ParquetFile(store.path(f"index/{document['ids_file']}"), page_checksum_verification=True)
 
     def _load(self) -> Any:
-        path = self._store.path(self.info["index_file"])
+        path = self._store.path(f"index/{self.info['index_file']}")
         try:
             return self._faiss.read_index(str(path))
         except RuntimeError as error:

@@ -100,13 +100,13 @@ class FakeOutput:
         return sorted(path.name for path in (self.root / "index").iterdir())
 
     def ids(self) -> pa.Table:
-        return pq.read_table(self.root / self.document()["ids_file"])
+        return pq.read_table(self.root / "index" / self.document()["ids_file"])
 
     def document(self) -> dict[str, Any]:
         return json.loads((self.root / "index/index.json").read_text())
 
     def faiss_index(self) -> Any:
-        return faiss.read_index(str(self.root / self.document()["index_file"]))
+        return faiss.read_index(str(self.root / "index" / self.document()["index_file"]))
 
 
 @pytest.fixture
@@ -141,7 +141,7 @@ def test_few_vectors_are_searched_exactly(out: FakeOutput) -> None:
     assert {"scan", "train", "add", "tune", "publish"} <= set(result["seconds"])
     assert result == {**out.document(), "reused": False}
     for what in ("index", "ids"):
-        assert sha256_file(out.root / result[f"{what}_file"]) == result["sha256"][what]
+        assert sha256_file(out.root / "index" / result[f"{what}_file"]) == result["sha256"][what]
 
 
 @pytest.mark.usefixtures("small_flat_limit")
@@ -414,7 +414,7 @@ def test_whatever_changes_the_index_builds_it_again(out: FakeOutput) -> None:
     assert build_index(str(out), "SQfp16", min_recall=0.5)["ntotal"] == 120
     out.add("b", clustered(60, seed=3))
     assert build_index(str(out), "SQfp16", min_recall=0.5)["reused"] is False
-    (out.root / out.document()["ids_file"]).unlink()
+    (out.root / "index" / out.document()["ids_file"]).unlink()
     assert build_index(str(out), "SQfp16", min_recall=0.5)["reused"] is False
 
 
@@ -433,7 +433,7 @@ def test_old_generations_and_leftovers_are_removed(out: FakeOutput) -> None:
     out.add("b", clustered(60))
     second = build_index(str(out))
     assert first["index_file"] != second["index_file"]
-    expected = ["index.json", "notes.txt", *(Path(second[f"{what}_file"]).name for what in ("index", "ids"))]
+    expected = ["index.json", "notes.txt", *(second[f"{what}_file"] for what in ("index", "ids"))]
     assert out.index_files() == sorted(expected)
 
 
@@ -500,7 +500,7 @@ def test_after_a_crash_at_any_step_an_index_is_there(
     document = out.document()
     assert document["ntotal"] == (120 if name == "_remove_others" else 60)
     for what in ("index", "ids"):
-        assert sha256_file(out.root / document[f"{what}_file"]) == document["sha256"][what]
+        assert sha256_file(out.root / "index" / document[f"{what}_file"]) == document["sha256"][what]
     assert out.faiss_index().ntotal == document["ntotal"]
     out.add("c", clustered(10, seed=2))
     assert build_index(str(out))["ntotal"] == 130

@@ -140,3 +140,31 @@ def test_the_length_limit_is_found_as_sentence_transformers_does(
     put(folder / "tokenizer_config.json", model_max_length=tokenizer)
     put(folder / "config.json", max_position_embeddings=positions)
     assert open_model(str(folder)).max_length == expected
+
+
+def test_broken_json_names_the_file(folder: Path) -> None:
+    (folder / "config.json").write_text("[{")
+    with pytest.raises(ModelError, match=r"config\.json: not JSON"):
+        open_model(str(folder))
+
+
+@pytest.mark.parametrize("content", [{"a": 1}, ["x"], [{"idx": 0}], "[{"])
+def test_a_module_list_of_another_form_is_refused(folder: Path, content: Any) -> None:
+    (folder / "modules.json").write_text(content if isinstance(content, str) else json.dumps(content))
+    with pytest.raises(ModelError, match=r"modules\.json: not a list of modules"):
+        open_model(str(folder))
+
+
+@pytest.mark.parametrize("kind", ["Router", "CNN", "LSTM", "StaticEmbedding", "WordWeights"])
+def test_a_module_that_is_not_supported_is_named(folder: Path, kind: str) -> None:
+    modules = json.loads((folder / "modules.json").read_text())
+    name = f"sentence_transformers.models.{kind}"
+    (folder / "modules.json").write_text(json.dumps([*modules, {"idx": 3, "name": "3", "path": "3", "type": name}]))
+    with pytest.raises(ModelError, match=f"module {name} is not known; known: Transformer"):
+        open_model(str(folder))
+
+
+def test_a_chain_without_pooling_is_refused(folder: Path) -> None:
+    (folder / "modules.json").write_text(json.dumps(json.loads((folder / "modules.json").read_text())[:1]))
+    with pytest.raises(ModelError, match="chains Transformer; expected one Transformer first and one Pooling"):
+        open_model(str(folder))

@@ -267,7 +267,7 @@ def test_no_index_tells_the_command(out: Path) -> None:
 
 
 def index_file(out: Path, what: str) -> Path:
-    return out / json.loads((out / "index/index.json").read_text())[f"{what}_file"]
+    return out / "index" / json.loads((out / "index/index.json").read_text())[f"{what}_file"]
 
 
 @pytest.mark.parametrize("what", ["index", "ids"])
