@@ -54,6 +54,12 @@ def run(
         int | None, typer.Option(help="tokens computed at once; default 2048 on a CPU, 32768 on a GPU")
     ] = None,
     index: IndexOption = None,
+    long_texts: Annotated[
+        str | None, typer.Option(help="truncate (default; counted), or chunk: a row for each overlapping piece")
+    ] = None,
+    chunk_overlap: Annotated[int | None, typer.Option(help="tokens that pieces share; default: an eighth")] = None,
+    prune: Annotated[bool | None, typer.Option("--prune", help="remove what is no longer in the input")] = None,
+    verify: Annotated[bool | None, typer.Option("--verify", help="prove the output in the end, like 'verify'")] = None,
     trust_remote_code: Annotated[
         bool | None, typer.Option("--trust-remote-code", help="run Python code that the model folder brings")
     ] = None,
@@ -62,17 +68,18 @@ def run(
 ) -> None:
     """Embed what is not embedded yet, then index. Running it again continues."""
     options = {key: value for key, value in locals().items() if key not in ("inputs", "job", "as_json", "progress")}
+    stop_on_sigterm()
     with errors():
         from pipeline.config import build_config
         from pipeline.progress import make_display
         from pipeline.run import run as run_pipeline
 
-        stop_on_sigterm()
         config = build_config(job, {"input": inputs, **options})
         report = run_pipeline(config, make_display(progress))
         show_report(report, as_json)
         for failure in report.failed:
             print(f"embed-corpus: {failure.reason}", file=sys.stderr)
+        show_faults(report.certificate)
     raise typer.Exit(report.exit_code)
 
 
@@ -84,17 +91,37 @@ def index_command(
     progress: Progress = "auto",
 ) -> None:
     """Build or update the index of DIR from its committed shards."""
+    stop_on_sigterm()
     with errors():
         from pipeline.progress import make_display
         from pipeline.run import build_index
-        from pipeline.storage import Output
+        from pipeline.storage import open_output
 
-        stop_on_sigterm()
-        document = build_index(Output(directory), index or "auto", make_display(progress))
+        document = build_index(open_output(directory), index or "auto", make_display(progress))
         if as_json:
             print(json.dumps(document, indent=2))
         else:
             print(describe_index(document))
+
+
+@app.command("verify")
+def verify_command(
+    directory: Annotated[str, typer.Argument(metavar="DIR", help="the --output folder of a run")],
+    sample: Annotated[int, typer.Option(min=1, help="rows that sentence-transformers embeds again")] = 256,
+    as_json: Json = False,
+    progress: Progress = "auto",
+) -> None:
+    """Prove DIR complete: every row, order and ids, checksums, vectors, index, and a sample's vectors compared."""
+    stop_on_sigterm()
+    with errors():
+        from pipeline.errors import EXIT_DATA, EXIT_OK
+        from pipeline.progress import make_display
+        from pipeline.verify import verify
+
+        certificate = verify(directory, sample=sample, progress=make_display(progress).line)
+        print(json.dumps(certificate, indent=2, ensure_ascii=False) if as_json else describe_certificate(certificate))
+        show_faults(certificate)
+    raise typer.Exit(EXIT_OK if certificate["ok"] else EXIT_DATA)
 
 
 @app.command()
@@ -140,6 +167,8 @@ def show_report(report: RunReport, as_json: bool) -> None:
     console.print(report.sentence(), markup=False, soft_wrap=True)
     if report.index is not None:
         console.print(describe_index(report.index), markup=False, soft_wrap=True)
+    if report.certificate is not None:
+        console.print(describe_certificate(report.certificate), markup=False, soft_wrap=True)
 
 
 def describe_index(document: dict[str, Any]) -> str:
@@ -150,6 +179,28 @@ def describe_index(document: dict[str, Any]) -> str:
         f"[{recall['low']:.3f}, {recall['high']:.3f}] on {recall['queries']} queries, "
         f"p50 {document['latency_ms']['p50']:.2f} ms, {document['bytes_per_vector']:,.0f} bytes a vector"
     )
+
+
+def describe_certificate(certificate: dict[str, Any]) -> str:
+    checked, parity = certificate["checked"], certificate["parity"]
+    verdict = "Verified" if certificate["ok"] else f"NOT verified, {len(certificate['faults'])} faults"
+    text = (
+        f"{verdict}: {checked['rows']:,} rows in {checked['shards']:,} shards, {checked['vectors']:,} vectors, "
+        f"{checked['quarantined']:,} rows quarantined, {checked['files']:,} files"
+    )
+    if "skipped" in parity:
+        return f"{text}; not compared with sentence-transformers: {parity['skipped']}"
+    overlap = "" if parity["rank_overlap_at_10"] is None else f", rank overlap@10 {parity['rank_overlap_at_10']:.3f}"
+    return (
+        f"{text}; against sentence-transformers in float32 on {parity['rows']:,} rows: cosine min "
+        f"{parity['cosine_min']:.6f}, mean {parity['cosine_mean']:.6f}, "
+        f"|difference| max {parity['max_abs_difference']:.1e}{overlap}"
+    )
+
+
+def show_faults(certificate: dict[str, Any] | None) -> None:
+    for fault in certificate["faults"] if certificate else ():
+        print(f"embed-corpus: {fault}", file=sys.stderr)
 
 
 def show_hits(hits: list[dict[str, Any]]) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow.parquet as pq
@@ -22,7 +21,7 @@ from pipeline.pool import QueryWorker
 from pipeline.progress import make_display
 from pipeline.records import EncoderSettings
 from pipeline.run import run
-from pipeline.storage import Output
+from pipeline.storage import Storage, open_output
 from pipeline.telemetry import RunReport
 from pipeline.threads import available_cores
 from pipeline.worker_settings import WorkerSettings
@@ -57,7 +56,7 @@ def embed_corpus(
         ConfigError: an option, the model or the output folder is wrong.
         Stopped: workers died too often, or the output is in use.
     """
-    names = _dataset_shards(inputs, Path(output)) if hasattr(inputs, "_fingerprint") else _names(inputs)
+    names = _dataset_shards(inputs, open_output(output)) if hasattr(inputs, "_fingerprint") else _names(inputs)
     given = {"input": names, "output": os.fspath(output), "model": os.fspath(model), **options}
     return run(build_config(None, given), make_display(progress))
 
@@ -73,20 +72,19 @@ def _names(inputs: Any) -> list[str]:
     )
 
 
-def _dataset_shards(dataset: Any, output: Path) -> list[str]:
+def _dataset_shards(dataset: Any, output: Storage) -> list[str]:
     """The dataset as Parquet below the output, named by its fingerprint so that a second call finds it again."""
-    folder = output / "dataset" / dataset._fingerprint
+    folder = f"dataset/{dataset._fingerprint}"
     for number, start in enumerate(range(0, len(dataset), DATASET_ROWS)):
-        target = folder / f"part-{number:05}.parquet"
-        if not target.exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            temporary = folder / f".{target.name}.tmp"
+        name = f"{folder}/part-{number:05}.parquet"
+        if output.size(name) is None:
+            temporary = output.temporary(name)
             part = dataset.select(range(start, min(start + DATASET_ROWS, len(dataset))))
             pq.write_table(part.with_format("arrow")[:], temporary)
-            os.replace(temporary, target)
+            output.publish(temporary, name)
     if not len(dataset):
         raise ConfigError("inputs: the dataset has no rows")
-    return [str(folder)]
+    return [output.location(folder)]
 
 
 def open_index(output: str | os.PathLike[str], *, verify: bool = True) -> CorpusIndex:
@@ -104,7 +102,7 @@ def open_index(output: str | os.PathLike[str], *, verify: bool = True) -> Corpus
     """
     from pipeline import search
 
-    place = Output(output)
+    place = open_output(output)
     queries = LazyQueries(place)
     return search.open_index(str(place.root), encoder=queries.embed, verify=verify)
 
@@ -112,7 +110,7 @@ def open_index(output: str | os.PathLike[str], *, verify: bool = True) -> Corpus
 class LazyQueries:
     """Embeds queries as the run of an output embedded its documents; loads the model at the first query."""
 
-    def __init__(self, output: Output) -> None:
+    def __init__(self, output: Storage) -> None:
         self._output = output
         self._worker: QueryWorker | None = None
 
@@ -123,7 +121,7 @@ class LazyQueries:
         return self._worker.embed(texts)
 
 
-def query_worker(output: Output) -> QueryWorker:
+def query_worker(output: Storage) -> QueryWorker:
     """A worker for the queries of this output.
 
     Raises:
@@ -148,7 +146,7 @@ def query_worker(output: Output) -> QueryWorker:
     return QueryWorker(device, WorkerSettings(encoder, stand_in=fields.get("stand_in")), available_cores())
 
 
-def _same_model(model: ModelFolder, fields: dict[str, Any], output: Output) -> None:
+def _same_model(model: ModelFolder, fields: dict[str, Any], output: Storage) -> None:
     for name, value in model.fingerprint_fields().items():
         if fields.get(name) != value:
             raise ConfigError(

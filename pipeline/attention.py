@@ -127,11 +127,7 @@ def _grouped(
     window: int | None,
     causal: bool,
 ) -> Tensor:
-    """One dense SDPA call a run of equal lengths; (1, T, num_heads, head_dim).
-
-    Measured against padding every text to the batch's longest (96 texts, MiniLM's shape, one core of a shared EPYC,
-    float32, December 2026): 1.8 s instead of 5.2 s for the whole forward.
-    """
+    """One dense SDPA call a run of equal lengths; (1, T, num_heads, head_dim)."""
     _, num_heads, num_tokens, _ = query.shape
     out = query.new_empty((1, num_tokens, num_heads, value.shape[-1]))
     start = 0

@@ -47,6 +47,12 @@ class RunConfig(BaseModel):
         None, ge=1, description="tokens computed at once; default 2,048 on a CPU (fits its cache), 32,768 on a GPU"
     )
     index: str = Field("auto", min_length=1, description="auto, none, or a FAISS factory string")
+    long_texts: Literal["truncate", "chunk"] = Field(
+        "truncate", description="texts above the limit: cut and counted, or one output row for each overlapping piece"
+    )
+    chunk_overlap: int | None = Field(None, ge=0, description="tokens that pieces share; default: an eighth")
+    prune: bool = Field(False, description="remove the output of shards that are no longer in the input")
+    verify: bool = Field(False, description="prove the output in the end, as 'embed-corpus verify' does")
     trust_remote_code: bool = Field(False, description="run Python code that the model folder brings")
 
     @field_validator("input", mode="before")

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from pipeline import ledger
 from pipeline.errors import ConfigError, IndexingError, one_line
-from pipeline.storage import Output
+from pipeline.storage import Storage
 
 BLOCK_FLOATS = 4 << 20
 IDS_ROW_GROUP = 8192
@@ -45,6 +45,7 @@ class File:
         quarantine_path: where that file is.
         num_input_rows: rows of the shard; None where the commit does not say.
         start: how many vectors the files before it hold.
+        chunked: an input row may have several vectors; the column ``row`` says which one has which.
     """
 
     key: str
@@ -56,6 +57,7 @@ class File:
     quarantine_path: str | None
     num_input_rows: int | None
     start: int
+    chunked: bool = False
 
     def record(self) -> dict[str, Any]:
         """What ``index.json`` says of the file."""
@@ -91,7 +93,7 @@ class Corpus:
         num_lost: commit records that do not count, because what they name is not there.
     """
 
-    store: Output
+    store: Storage
     fingerprint: str
     dim: int
     files: list[File]
@@ -131,11 +133,11 @@ class Corpus:
     @contextlib.contextmanager
     def open(self, file: File) -> Iterator[pq.ParquetFile]:
         """An embeddings file whose shape is as committed; a damaged page raises when it is read."""
-        with _open(self.store.path(file.path)) as parquet:
+        with _open(self.store, file.path) as parquet:
             found, kind = parquet.metadata.num_rows, parquet.schema_arrow.field("embedding").type
             if found != file.rows or not pa.types.is_fixed_size_list(kind) or kind.list_size != self.dim:
                 raise IndexingError(
-                    f"{self.store.path(file.path)}: found {found} rows of {kind}, expected {file.rows} rows of "
+                    f"{self.store.location(file.path)}: found {found} rows of {kind}, expected {file.rows} rows of "
                     f"{self.dim} dimensions as committed; {REDO}"
                 )
             yield parquet
@@ -153,13 +155,13 @@ class Corpus:
             first = first or pa.field(found.name, kind)
             if (found.name, kind) != (first.name, first.type):
                 raise IndexingError(
-                    f"{self.store.path(file.path)}: the id column is {found.name!r} ({kind}), but {first.name!r} "
+                    f"{self.store.location(file.path)}: the id column is {found.name!r} ({kind}), but {first.name!r} "
                     f"({first.type}) in {self.files[0].path}; give all shards one name and type"
                 )
         return first
 
 
-def open_corpus(store: Output, previous: dict[str, Any]) -> Corpus:
+def open_corpus(store: Storage, previous: dict[str, Any]) -> Corpus:
     """The committed files of an output; ``previous`` is its index.json, whose shards keep their ordinals.
 
     Raises:
@@ -189,7 +191,7 @@ def open_corpus(store: Output, previous: dict[str, Any]) -> Corpus:
     return corpus
 
 
-def _check(store: Output, commit: dict[str, Any], what: str, found: Any, expected: Any) -> None:
+def _check(store: Storage, commit: dict[str, Any], what: str, found: Any, expected: Any) -> None:
     if found != expected:
         raise ConfigError(
             f"{store.root}: shard {commit['shard']['key']} was embedded with {what} {found}, expected {expected}; "
@@ -209,6 +211,7 @@ def _file(commit: dict[str, Any], ordinal: int, start: int) -> File:
         quarantine_path=quarantine.get("path"),
         num_input_rows=shard.get("num_rows"),
         start=start,
+        chunked=bool(output.get("chunked")),
     )
 
 
@@ -219,13 +222,13 @@ def _ordinals(previous: dict[str, Any], keys: list[str]) -> dict[str, int]:
 
 
 @contextlib.contextmanager
-def _open(path: Path) -> Iterator[pq.ParquetFile]:
+def _open(store: Storage, name: str) -> Iterator[pq.ParquetFile]:
     # Opened as one file: as a dataset, a folder named key=value in its path would become a column.
     try:
-        with pq.ParquetFile(path, page_checksum_verification=True, pre_buffer=False) as parquet:
+        with pq.ParquetFile(store.source(name), page_checksum_verification=True, pre_buffer=False) as parquet:
             yield parquet
     except (OSError, KeyError, pa.ArrowException) as error:
-        raise IndexingError(f"{path}: cannot be read ({one_line(error)}); {REDO}") from error
+        raise IndexingError(f"{store.location(name)}: cannot be read ({one_line(error)}); {REDO}") from error
 
 
 def _row_groups(parquet: pq.ParquetFile) -> Iterator[tuple[int, int, int]]:
@@ -306,21 +309,23 @@ def write_ids(corpus: Corpus, key: pa.Field, path: Path) -> None:
 
 def _id_tables(corpus: Corpus, file: File, id_column: str, schema: pa.Schema) -> Iterator[pa.Table]:
     with corpus.open(file) as parquet:
-        input_rows, row = _input_rows(corpus.store, file), 0
-        for batch in parquet.iter_batches(8 * IDS_ROW_GROUP, columns=[id_column]):
+        # Read as a column where a row may have several vectors, made up from what is missing elsewhere.
+        input_rows, row = None if file.chunked else _input_rows(corpus.store, file), 0
+        columns = [id_column, "row"] if file.chunked else [id_column]
+        for batch in parquet.iter_batches(8 * IDS_ROW_GROUP, columns=columns):
             n = batch.num_rows
             shard = pa.DictionaryArray.from_arrays(pa.array(np.zeros(n, dtype=np.int32)), pa.array([file.key]))
             ids = batch.column(id_column).cast(schema.field("id").type)
-            columns = [pa.array(file.faiss_ids(row, n)), ids, shard, pa.array(input_rows[row : row + n])]
-            yield pa.Table.from_arrays(columns, schema=schema)
+            rows = batch.column("row") if input_rows is None else pa.array(input_rows[row : row + n])
+            yield pa.Table.from_arrays([pa.array(file.faiss_ids(row, n)), ids, shard, rows], schema=schema)
             row += n
 
 
-def _input_rows(store: Output, file: File) -> Positions:
+def _input_rows(store: Storage, file: File) -> Positions:
     """(rows,) int64, the input row of each vector: all rows but the quarantined ones, in order."""
     missing = np.empty(0, dtype=np.int64)
     if file.quarantine_path:
-        with _open(store.path(file.quarantine_path)) as parquet:
+        with _open(store, file.quarantine_path) as parquet:
             missing = np.unique(parquet.read(columns=["row"]).column("row").to_numpy())
     total = file.rows + len(missing)
     if file.num_input_rows not in (None, total) or (len(missing) and missing[-1] >= total):

@@ -33,7 +33,7 @@ import pyarrow as pa
 from pipeline import recall
 from pipeline.corpus import Block, Corpus, Positions, Vectors, open_corpus, scan, write_ids
 from pipeline.errors import ConfigError, EmbedCorpusError, IndexingError, OutputError, one_line
-from pipeline.storage import Output, sha256_file
+from pipeline.storage import Storage, open_output, sha256_file
 from pipeline.threads import available_cores
 
 VERSION = 1
@@ -76,7 +76,7 @@ def build_index(
     """
     if not 0.0 <= min_recall <= 1.0:
         raise ConfigError(f"--min-recall {min_recall}: expected a number from 0 to 1")
-    store = Output(output)
+    store = open_output(output)
     previous = store.read_json("index/index.json")
     if not isinstance(previous, dict) or previous.get("version") != VERSION:
         previous = {}  # none, cut, or of another version
@@ -263,18 +263,19 @@ def _publish(built: _Built, previous: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _writing(store: Output) -> Iterator[dict[str, Path]]:
+def _writing(store: Storage) -> Iterator[dict[str, Path]]:
     """Temporary names for the two files; whatever is left under them in the end is removed."""
     files: dict[str, Path] = {}
     try:
         files = {"index": store.temporary("index/index.faiss"), "ids": store.temporary("index/ids.parquet")}
         yield files
     except (OSError, RuntimeError) as error:  # RuntimeError: FAISS' own writer
+        place = store.location("index")
         if getattr(error, "errno", None) in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
-            raise ConfigError(f"{store.path('index')}: cannot be written ({one_line(error)})") from error
+            raise ConfigError(f"{place}: cannot be written ({one_line(error)})") from error
         raise OutputError(
-            f"{store.path('index')}: the index cannot be written ({recall.faiss_reason(error)}); the old one, if any, "
-            "is untouched. Make room, then run `embed-corpus index` again"
+            f"{place}: the index cannot be written ({recall.faiss_reason(error)}); the old one, if any, is untouched. "
+            "Make room, then run `embed-corpus index` again"
         ) from error
     finally:
         for path in files.values():
@@ -313,6 +314,7 @@ def _document(built: _Built, previous: dict[str, Any]) -> dict[str, Any]:
         "ef_search": setting.value if setting.name == "efSearch" else None,
         "recall_at_10": setting.record(),
         "id_column": built.key.name,
+        "chunked": any(file.chunked for file in corpus.files),
         "shards": [file.record() for file in corpus.files],
         "next_ordinal": max(previous.get("next_ordinal", 0), *(file.ordinal + 1 for file in corpus.files)),
         "warnings": built.plan.warnings,
@@ -320,13 +322,14 @@ def _document(built: _Built, previous: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _remove_others(store: Output, keep: set[str]) -> None:
+def _remove_others(store: Storage, keep: set[str]) -> None:
     """Older generations and what a crash left. Failing to remove them harms nobody: nothing names them."""
-    with contextlib.suppress(OSError):
-        for path in store.path("index").iterdir():
-            ours = re.fullmatch(r"(index-\w+\.faiss|ids-\w+\.parquet|\.(index|ids)\..*\.tmp)", path.name)
-            if ours and path.name not in keep:
-                path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError, EmbedCorpusError):
+        for name in list(store.files("index", "", hidden=True)):
+            base = name.removeprefix("index/")
+            ours = re.fullmatch(r"(index-\w+\.faiss|ids-\w+\.parquet|\.(index|ids)\..*\.tmp)", base)
+            if ours and base not in keep:
+                store.remove(name)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeGuard
 
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, OutputError
 from pipeline.records import Shard
 from pipeline.shards import natural_key
-from pipeline.storage import Output
+from pipeline.storage import Storage, open_output
 
 RUN_FILE = "run.json"
 VERSION = 1
+READS_AT_ONCE = 8  # an object store answers in tens of milliseconds
+COMMIT_ATTEMPTS = 3
 
 
 def fingerprint(fields: Mapping[str, Any]) -> str:
@@ -29,8 +32,8 @@ def fingerprint(fields: Mapping[str, Any]) -> str:
 class Ledger:
     """The records below ``OUTPUT/commits``."""
 
-    def __init__(self, output: str | Output) -> None:
-        self.output = output if isinstance(output, Output) else Output(output)
+    def __init__(self, output: str | Storage) -> None:
+        self.output = open_output(output) if isinstance(output, str) else output
 
     def record(self, key: str) -> dict[str, Any] | None:
         """The commit record of a shard, or None when there is none to be trusted."""
@@ -45,23 +48,73 @@ class Ledger:
 
     def commits(self) -> list[dict[str, Any]]:
         """All records that count, in natural order of their keys."""
-        records = (self.record(key) for key in self.keys())
-        return [record for record in records if record is not None]
+        return [record for record in self._records(self.keys()) if record is not None]
+
+    def _records(self, keys: Iterable[str]) -> list[dict[str, Any] | None]:
+        with ThreadPoolExecutor(READS_AT_ONCE) as pool:
+            return list(pool.map(self.record, keys))
 
     def keys(self) -> list[str]:
         names = self.output.files("commits", ".json")
         return sorted((name[len("commits/") : -len(".json")] for name in names), key=natural_key)
 
-    def is_done(self, shard: Shard, run_fingerprint: str) -> bool:
-        record = self.record(shard.key)
-        return record is not None and record["fingerprint"] == run_fingerprint and same_input(record["shard"], shard)
+    def unfinished(self, shards: Iterable[Shard], run_fingerprint: str) -> list[Shard]:
+        """Those that are still to be done, in order."""
+        shards = list(shards)
+        records = self._records(shard.key for shard in shards)
+        pairs = zip(shards, records, strict=True)
+        return [shard for shard, record in pairs if not is_of(record, shard, run_fingerprint)]
 
-    def commit(self, record: dict[str, Any]) -> None:
-        self.output.write_json(commit_name(record["shard"]["key"]), {"version": VERSION, **record})
+    def is_done(self, shard: Shard, run_fingerprint: str) -> bool:
+        return is_of(self.record(shard.key), shard, run_fingerprint)
+
+    def commit(self, record: dict[str, Any]) -> dict[str, Any]:
+        """Make a finished shard count; returns the record that does.
+
+        That is another writer's where one was first, which only an object store allows: it names the same bytes.
+
+        Raises:
+            OutputError: another writer has made something else of the shard in the meantime.
+        """
+        name = commit_name(record["shard"]["key"])
+        for _ in range(COMMIT_ATTEMPTS):
+            if self.output.create_json(name, {"version": VERSION, **record}):
+                return record
+            other = self.output.read_json(name)
+            if isinstance(other, dict):  # otherwise taken back by its writer, who makes the shard again
+                if _same_work(other, record):
+                    return other
+                self.output.remove(name)  # whose files lie there now is unknown: no record may speak for them
+                break
+        raise OutputError(
+            f"{self.output.location(name)}: another run wrote this shard at the same time, and not the same; "
+            "let one run at a time write here, then run again"
+        )
+
+    def remove(self, key: str) -> None:
+        """Take a shard out of the output: its record first, then its files."""
+        self.forget(key)
+        for folder in ("embeddings", "reuse", "quarantine"):
+            self.output.remove(f"{folder}/{key}.parquet")
 
     def forget(self, key: str) -> None:
         """Take a record back before its output is replaced, so that the two never disagree."""
         self.output.remove(commit_name(key))
+
+
+def is_of(record: dict[str, Any] | None, shard: Shard, run_fingerprint: str) -> TypeGuard[dict[str, Any]]:
+    """Whether a record, if any, is of this input and this configuration."""
+    return record is not None and record["fingerprint"] == run_fingerprint and same_input(record["shard"], shard)
+
+
+def _same_work(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two records say the same of the same input, wherever each was made."""
+
+    def said(record: Mapping[str, Any]) -> list[Any]:
+        sums = [(record.get(part) or {}).get("sha256") for part in ("output", "quarantine", "reuse")]
+        return [record.get("fingerprint"), {**record["shard"], "path": None}, sums]
+
+    return said(one) == said(other)
 
 
 def commit_name(key: str) -> str:
@@ -69,17 +122,24 @@ def commit_name(key: str) -> str:
 
 
 def same_input(recorded: Mapping[str, Any], shard: Shard) -> bool:
-    """Size and modification time, not the path: a moved input folder is still the same input."""
-    return (recorded["size_bytes"], recorded["mtime_ns"]) == (shard.size_bytes, shard.mtime_ns)
+    """Size and modification time, not the path: a moved input folder is still the same input.
+
+    An object store's etag, where both have one, stands in for the time, which counts only seconds there.
+    """
+    if recorded["size_bytes"] != shard.size_bytes:
+        return False
+    if recorded.get("etag") and shard.etag:
+        return bool(recorded["etag"] == shard.etag)
+    return bool(recorded["mtime_ns"] == shard.mtime_ns)
 
 
-def read_run(output: str | Output) -> dict[str, Any]:
+def read_run(output: str | Storage) -> dict[str, Any]:
     """The content of ``run.json``.
 
     Raises:
         ConfigError: the folder holds no run.
     """
-    place = output if isinstance(output, Output) else Output(output)
+    place = open_output(output) if isinstance(output, str) else output
     document = place.read_json(RUN_FILE)
     if not isinstance(document, dict):
         raise ConfigError(f"{place.root}: no {RUN_FILE} here; expected the --output folder of 'embed-corpus run'")
@@ -87,7 +147,7 @@ def read_run(output: str | Output) -> dict[str, Any]:
 
 
 def start_run(
-    output: Output,
+    output: Storage,
     fields: Mapping[str, Any],
     layout: Mapping[str, Any],
     config: Mapping[str, Any],

@@ -69,7 +69,7 @@ class WorkerProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env={**child_environment(threads), **_visible(device)},
+            env={**child_environment(threads, offline=settings.offline), **_visible(device)},
             text=True,
             encoding="utf-8",
             errors="replace",
@@ -280,8 +280,8 @@ class QueryWorker:
             self._worker = None
 
 
-def child_environment(threads: int) -> dict[str, str]:
-    """The environment of a child process: it finds this package, uses ``threads`` cores, and fetches nothing."""
+def child_environment(threads: int, *, offline: bool = True) -> dict[str, str]:
+    """The environment of a child process: it finds this package, uses ``threads`` cores, and fetches no model."""
     package_parent = str(Path(__file__).resolve().parent.parent)
     paths = [package_parent, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return {
@@ -291,7 +291,7 @@ def child_environment(threads: int) -> dict[str, str]:
         "MKL_NUM_THREADS": str(threads),
         "RAYON_NUM_THREADS": str(threads),
         "TOKENIZERS_PARALLELISM": "true",
-        "HF_HUB_OFFLINE": "1",  # the coordinator has found the model's folder
+        **({"HF_HUB_OFFLINE": "1"} if offline else {}),  # the coordinator has found the model's folder
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "TRANSFORMERS_VERBOSITY": "error",
         "PYTHONUNBUFFERED": "1",

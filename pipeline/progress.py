@@ -40,8 +40,9 @@ class NoDisplay:
 class Tally:
     """Where a run stands, from its events.
 
-    The time left is estimated from bytes: what has been done of the shards' bytes, the unfinished ones in proportion to
-    their rows, against the time since the first worker was ready.
+    The time left is estimated from bytes and tokens: finished shards count with their bytes, those in work with the
+    share of their rows, where a window's rows count by its computed tokens; against the time since the first worker
+    was ready.
     """
 
     def __init__(self, shards: Sequence[Shard], now: Callable[[], float] = time.monotonic) -> None:
@@ -76,7 +77,6 @@ class Tally:
 
     @property
     def rows_now(self) -> int:
-        # A window counts its rows only when it is written; until then its distinct texts stand for them.
         return self.rows + sum(rows for rows, _ in self._part.values())
 
     @property

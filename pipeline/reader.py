@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 
 from pipeline.errors import ShardError
 from pipeline.records import Shard, Window
-from pipeline.shards import Columns, check_columns, field_type, open_parquet, plain_type
+from pipeline.shards import Columns, check_columns, open_parquet, plain_type
 
 WINDOW_ROWS = 16_384
 WINDOW_BYTES = 32 * 1024 * 1024
@@ -51,6 +51,8 @@ def read_windows(shard: Shard, columns: Columns, id_name: str) -> Iterator[Windo
                 yield _window(pending, first_row)
     except ShardError as error:
         raise ShardError(f"{shard.path}: {error}") from None
+    except (ConnectionError, PermissionError) as error:  # of an object store, and it names the shard
+        raise ShardError(str(error)) from None
     except (OSError, pa.ArrowException) as error:
         raise ShardError(f"{shard.path}: damaged data: {' '.join(str(error).split())}") from None
 
@@ -140,10 +142,6 @@ def _window(tables: list[pa.Table], first_row: int) -> Window:
 def output_schema(shard: Shard, columns: Columns, id_name: str) -> pa.Schema:
     """Names and types of the id and carried columns, for a shard without a single row."""
     with open_parquet(shard.path) as file:
-        schema = file.schema_arrow
-
-    def kind(name: str) -> pa.DataType:
-        return pa.string() if name in shard.partitions else plain_type(field_type(schema, name))
-
-    names = {id_name: kind(columns.id) if columns.id else pa.string(), **{name: kind(name) for name in columns.carried}}
-    return pa.schema(names.items())
+        types = check_columns(file.schema_arrow, columns, shard.partitions)
+    names = {id_name: pa.string()} if columns.id is None else {id_name: types.pop(columns.id)}
+    return pa.schema([*names.items(), *types.items()])

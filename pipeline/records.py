@@ -14,6 +14,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+CHUNK_COLUMNS = ("row", "chunk", "start", "end")
+"""What the output has beside the id where a long text has several rows: the input row, and which piece of its text."""
+
 
 @dataclass(frozen=True)
 class Shard:
@@ -24,6 +27,7 @@ class Shard:
         path: where to read it.
         size_bytes: file size.
         mtime_ns: last modification; with the size it tells a changed file from an unchanged one.
+        etag: what an object store calls the content; None for a local file.
         num_rows, num_row_groups: from the footer; None when the footer cannot be read.
         partitions: hive ``key=value`` folders of the path, in order.
     """
@@ -35,6 +39,7 @@ class Shard:
     num_rows: int | None = None
     num_row_groups: int | None = None
     partitions: dict[str, str | None] = field(default_factory=dict)
+    etag: str | None = None
 
     def identity(self) -> dict[str, Any]:
         """What must be unchanged for a finished output to count as this shard's."""
@@ -42,6 +47,7 @@ class Shard:
             "path": self.path,
             "size_bytes": self.size_bytes,
             "mtime_ns": self.mtime_ns,
+            **({"etag": self.etag} if self.etag else {}),
             "num_rows": self.num_rows,
             "num_row_groups": self.num_row_groups,
         }
@@ -56,16 +62,27 @@ class Window:
         table: the id column (named as in the output) and the carried columns; one row an input row.
         texts: one entry a row; None where there is none to embed.
         rejected: why, for the positions in the window whose text is None although the input is not null.
+        origin: (num_rows,) int64, the input row of each entry where one input row may have several; otherwise None.
     """
 
     first_row: int
     table: pa.Table
     texts: list[str | None]
     rejected: dict[int, str] = field(default_factory=dict)
+    origin: NDArray[np.int64] | None = None
 
     @property
     def num_rows(self) -> int:
         return len(self.texts)
+
+    @property
+    def rows(self) -> NDArray[np.int64]:
+        """(num_rows,) the input row of each entry."""
+        return self.origin if self.origin is not None else self.first_row + np.arange(self.num_rows, dtype=np.int64)
+
+    @property
+    def num_input_rows(self) -> int:
+        return self.num_rows if self.origin is None else len(np.unique(self.origin))
 
 
 @dataclass(frozen=True)
@@ -75,14 +92,13 @@ class Tokens:
     Attributes:
         input_ids: (T,) int32, special tokens included.
         lengths: (n,) int32, at least 1 each unless the tokenizer produced none.
-        num_truncated: texts cut at the length limit.
-        num_dropped: tokens cut off them; a lower bound where a text was too long to be tokenised to its end.
+        dropped: (n,) int64, tokens cut off each text at the length limit; a lower bound where a text was too long to be
+            tokenised to its end.
     """
 
     input_ids: NDArray[np.int32]
     lengths: NDArray[np.int32]
-    num_truncated: int = 0
-    num_dropped: int = 0
+    dropped: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
 
 
 @dataclass(frozen=True)
@@ -143,13 +159,28 @@ class EncoderSettings:
 
 @dataclass
 class Counters:
-    """What a shard added up to. ``rows == rows_out + sum(quarantined.values())`` always."""
+    """What a shard added up to. ``rows + extra_chunks == rows_out + sum(quarantined.values())`` always.
+
+    Attributes:
+        rows: input rows.
+        rows_out: output rows, each with a vector.
+        quarantined: rows without a vector, by reason.
+        extra_chunks: output rows beyond one an input row, where long texts are cut into chunks.
+        texts: different texts in each window.
+        duplicates: rows whose text stood in their window before; encoded once.
+        reused: texts whose vector was taken from the shard's previous output.
+        tokens: real tokens of the texts; ``computed_tokens``: what went through the model, padding included.
+        truncated_texts, dropped_tokens: rows cut at the length limit, and the tokens they lost.
+        batches: forward passes.
+    """
 
     rows: int = 0
     rows_out: int = 0
     quarantined: dict[str, int] = field(default_factory=dict)
+    extra_chunks: int = 0
     texts: int = 0
     duplicates: int = 0
+    reused: int = 0
     tokens: int = 0
     computed_tokens: int = 0
     truncated_texts: int = 0

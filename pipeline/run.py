@@ -10,6 +10,7 @@ their death, and starts the index when all shards are committed. It never import
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -24,9 +25,9 @@ from pipeline.ledger import Ledger
 from pipeline.model import ModelFolder, open_model
 from pipeline.pool import Event, Pool, child_environment
 from pipeline.progress import Display, NoDisplay
-from pipeline.records import EncoderSettings, Shard
+from pipeline.records import CHUNK_COLUMNS, EncoderSettings, Shard
 from pipeline.shards import Checked, Columns, check_shards, find_shards
-from pipeline.storage import Output
+from pipeline.storage import Storage, open_output
 from pipeline.telemetry import RunReport
 from pipeline.threads import available_cores
 from pipeline.worker_settings import WorkerSettings
@@ -53,20 +54,20 @@ def run(config: RunConfig, display: Display | None = None, *, stand_in: str | No
     """
     start = time.perf_counter()
     display = display or NoDisplay()
-    output = Output(config.output)
+    output = open_output(config.output)
     columns, id_name = resolve_columns(config)
     model = open_model(config.model, trust_remote_code=config.trust_remote_code)
     devices = resolve_devices(config.devices, num_gpus())
     checked = check_shards(find_shards(config.input, config.output), columns)
     encoder = encoder_settings(config, model, devices[0])
-    output.prepare()
+    warnings = output.prepare()
     with output.lock() as ours:
         if not ours:
             raise Stopped(f"--output {output.root}: another run holds its lock; wait for it, or use another --output")
         output.sweep()
         fields = {**vector_fields(config, model, encoder), **({"stand_in": stand_in} if stand_in else {})}
         fingerprint = ledger.start_run(output, fields, layout_fields(config), *described(config, model, encoder))
-        todo = [shard for shard in checked.shards if not Ledger(output).is_done(shard, fingerprint)]
+        todo = Ledger(output).unfinished(checked.shards, fingerprint)
         settings = WorkerSettings(
             encoder=encoder,
             output=str(output.root),
@@ -75,6 +76,9 @@ def run(config: RunConfig, display: Display | None = None, *, stand_in: str | No
             embedding_dtype=config.embedding_dtype,
             max_batch_tokens=config.max_batch_tokens or default_batch_tokens(devices[0]),
             fingerprint=fingerprint,
+            long_texts=config.long_texts,
+            chunk_overlap=config.chunk_overlap,
+            offline=not any(shard.path.startswith("hf://") for shard in checked.shards),
             stand_in=stand_in,
         )
         report = RunReport(
@@ -83,13 +87,17 @@ def run(config: RunConfig, display: Display | None = None, *, stand_in: str | No
             device=",".join(devices),
             shards_total=len(checked.shards) + len(checked.bad),
             shards_skipped=len(checked.shards) - len(todo),
+            warnings=warnings,
         )
         if config.devices == "auto" and devices == ["cpu"]:
             report.warnings.append("no GPU found: running on the CPU")
+        note_removed(report, Ledger(output), checked, prune=config.prune)
         embed(todo, checked, devices, settings, report, display)
         add_totals(report, output)
         if config.index != "none" and report.total_rows_out:
             report.index = build_index(output, config.index, display)
+    if config.verify:
+        report.certificate = prove(output, display)
     report.wall_s = time.perf_counter() - start
     return report
 
@@ -134,6 +142,22 @@ def note_encoder(report: RunReport, event: Event) -> None:
         report.warnings.append(reason)
 
 
+def note_removed(report: RunReport, records: Ledger, checked: Checked, *, prune: bool) -> None:
+    """Shards that were embedded once and are not in the input any more: removed with ``prune``, else reported."""
+    present = {shard.key for shard in checked.shards} | {shard.key for shard, _ in checked.bad}
+    gone = [key for key in records.keys() if key not in present]  # noqa: SIM118 - not a mapping
+    if prune:
+        for key in gone:
+            records.remove(key)
+        report.shards_pruned = len(gone)
+    elif gone:
+        names = ", ".join(gone[:3]) + (f" and {len(gone) - 3} more" if len(gone) > 3 else "")
+        report.warnings.append(
+            f"{len(gone)} finished shards are not in the input any more ({names}); their vectors stay and are "
+            "searched; --prune removes them"
+        )
+
+
 def resolve_columns(config: RunConfig) -> tuple[Columns, str]:
     """The columns to read, and the name of the key in the output.
 
@@ -145,6 +169,10 @@ def resolve_columns(config: RunConfig) -> tuple[Columns, str]:
     for name in [id_name, *carried]:
         if name == "embedding":
             raise ConfigError("--columns: 'embedding' is the name of the output's vectors; rename that input column")
+    if config.long_texts == "chunk":
+        for name in [id_name, *carried]:
+            if name in CHUNK_COLUMNS:
+                raise ConfigError(f"--columns: '{name}' is a column that --long-texts chunk adds; rename the input's")
     if id_name in carried:
         raise ConfigError(f"--columns: '{id_name}' is the name of the output's key; give --id-column {id_name} instead")
     return Columns(config.text_column, config.id_column, tuple(carried)), id_name
@@ -181,20 +209,33 @@ def vector_fields(config: RunConfig, model: ModelFolder, encoder: EncoderSetting
 
 def layout_fields(config: RunConfig) -> dict[str, Any]:
     """All that changes the columns of an output file beside the vectors."""
-    return {"id_column": config.id_column, "columns": config.columns}
+    return {
+        "id_column": config.id_column,
+        "columns": config.columns,
+        "long_texts": config.long_texts,
+        "chunk_overlap": config.chunk_overlap,
+    }
 
 
 def described(config: RunConfig, model: ModelFolder, encoder: EncoderSettings) -> tuple[dict[str, Any], dict[str, Any]]:
     """The ``config`` and ``model`` parts of run.json."""
     query = {"path": str(model.path), "name": model.name, "query_prompt": model.query_prompt(), "dtype": encoder.dtype}
-    return config.model_dump(), query
+    inputs = [name if "://" in name else os.path.abspath(name) for name in config.input]
+    return {**config.model_dump(), "input": inputs}, query
+
+
+def prove(output: Storage, display: Display) -> dict[str, Any]:
+    """The certificate of a finished output, in short."""
+    from pipeline.verify import short_form, verify  # here: it resolves the options as this page does
+
+    return short_form(verify(str(output.root), progress=display.line))
 
 
 def default_batch_tokens(device: str) -> int:
     return CPU_BATCH_TOKENS if device == "cpu" else GPU_BATCH_TOKENS
 
 
-def add_totals(report: RunReport, output: Output) -> None:
+def add_totals(report: RunReport, output: Storage) -> None:
     """Rows of all finished shards, whichever run finished them."""
     for record in Ledger(output).commits():
         counts = record["counts"]
@@ -204,7 +245,7 @@ def add_totals(report: RunReport, output: Output) -> None:
         report.dim = report.dim or record["output"]["dim"]
 
 
-def build_index(output: Output, factory: str, display: Display) -> dict[str, Any]:
+def build_index(output: Storage, factory: str, display: Display) -> dict[str, Any]:
     """Build or reuse the index in a process of its own: faiss and torch never share one.
 
     Raises:

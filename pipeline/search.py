@@ -26,7 +26,7 @@ from pipeline import ledger
 from pipeline.corpus import Positions, Vectors
 from pipeline.errors import ConfigError, one_line
 from pipeline.recall import load_faiss, set_parameter
-from pipeline.storage import Output, sha256_file
+from pipeline.storage import Storage, open_output, sha256_file
 from pipeline.threads import available_cores
 
 VERSION = 1
@@ -91,7 +91,7 @@ def open_index(output: str, *, encoder: EncodeQueries | None = None, verify: boo
     Raises:
         ConfigError: there is no index, it is damaged, or it was built from vectors of another configuration.
     """
-    store = Output(output)
+    store = open_output(output)
     document = store.read_json("index/index.json")
     if not isinstance(document, dict) or document.get("version") != VERSION:
         raise ConfigError(f"{store.root}: no index here; {_rebuild(store)}")
@@ -106,16 +106,18 @@ def open_index(output: str, *, encoder: EncodeQueries | None = None, verify: boo
     return CorpusIndex(store, document, encoder)
 
 
-def _rebuild(store: Output) -> str:
+def _rebuild(store: Storage) -> str:
     return f"run `embed-corpus index {store.root}`"
 
 
-def _check_file(store: Output, document: dict[str, Any], what: str, verify: bool) -> None:
+def _check_file(store: Storage, document: dict[str, Any], what: str, verify: bool) -> None:
     name = f"index/{document[f'{what}_file']}"
     if store.size(name) != document["bytes"][what]:
-        raise ConfigError(f"{store.path(name)}: missing or cut; {_rebuild(store)}")
-    if verify and sha256_file(store.path(name)) != document["sha256"][what]:
-        raise ConfigError(f"{store.path(name)}: damaged, its sha256 is not the one in index.json; {_rebuild(store)}")
+        raise ConfigError(f"{store.location(name)}: missing or cut; {_rebuild(store)}")
+    if verify and sha256_file(store.fetch(name)) != document["sha256"][what]:
+        store.release(name)
+        found = "damaged, its sha256 is not the one in index.json"
+        raise ConfigError(f"{store.location(name)}: {found}; {_rebuild(store)}")
 
 
 class CorpusIndex:
@@ -128,7 +130,7 @@ class CorpusIndex:
         num_unindexed: committed shards that the index does not have yet.
     """
 
-    def __init__(self, store: Output, document: dict[str, Any], encoder: EncodeQueries | None) -> None:
+    def __init__(self, store: Storage, document: dict[str, Any], encoder: EncodeQueries | None) -> None:
         self.info = document
         self._store, self._encoder = store, encoder
         self._lock = threading.Lock()
@@ -147,14 +149,17 @@ class CorpusIndex:
         self._effort = int(document[SETTINGS[self._parameter]]) if self._parameter else self.ntotal
         set_parameter(self._index, self._parameter, self._effort)
         # Kept open: a later build removes the file's name, not the file.
-        self._ids = pq.ParquetFile(store.path(f"index/{document['ids_file']}"), page_checksum_verification=True)
+        self._ids = pq.ParquetFile(store.fetch(f"index/{document['ids_file']}"), page_checksum_verification=True)
 
     def _load(self) -> Any:
-        path = self._store.path(f"index/{self.info['index_file']}")
+        name = f"index/{self.info['index_file']}"
         try:
-            return self._faiss.read_index(str(path))
+            return self._faiss.read_index(str(self._store.fetch(name)))
         except RuntimeError as error:
+            path = self._store.location(name)
             raise ConfigError(f"{path}: cannot be read ({one_line(error)}); {_rebuild(self._store)}") from error
+        finally:
+            self._store.release(name)
 
     @property
     def dim(self) -> int:
@@ -248,6 +253,8 @@ class CorpusIndex:
             return pa.table({})
         with _reading(self._store, self._some_file()) as parquet:
             empty = parquet.schema_arrow.empty_table().drop_columns("embedding")
+        if self.info["chunked"]:
+            empty = empty.drop_columns("row")  # the ids file has it
         if wanted is None:
             return empty.drop_columns(self.info["id_column"])
         for name in wanted:
@@ -255,7 +262,7 @@ class CorpusIndex:
                 raise ConfigError(
                     f"no column {name!r} in {self._store.root}/embeddings; there are {empty.column_names}"
                 )
-        return empty.select(list(wanted))
+        return empty.select(list(dict.fromkeys(wanted)))
 
     def _some_file(self) -> str:
         shards = self.info["shards"]
@@ -290,12 +297,12 @@ class CorpusIndex:
 
 
 @contextlib.contextmanager
-def _reading(store: Output, path: str) -> Iterator[pq.ParquetFile]:
+def _reading(store: Storage, path: str) -> Iterator[pq.ParquetFile]:
     try:
-        with pq.ParquetFile(store.path(path), page_checksum_verification=True, pre_buffer=False) as parquet:
+        with pq.ParquetFile(store.source(path), page_checksum_verification=True, pre_buffer=False) as parquet:
             yield parquet
     except (OSError, KeyError, pa.ArrowException) as error:
-        raise ConfigError(f"{store.path(path)}: cannot be read ({one_line(error)}); {_rebuild(store)}") from error
+        raise ConfigError(f"{store.location(path)}: cannot be read ({one_line(error)}); {_rebuild(store)}") from error
 
 
 def _take(parquet: pq.ParquetFile, rows: Positions, columns: list[str]) -> pa.Table:

@@ -12,21 +12,24 @@ import re
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import PurePosixPath
 from typing import Any
 from urllib.parse import unquote
 
-import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.config import nearest
-from pipeline.errors import ConfigError, ShardError
+from pipeline.errors import ConfigError, ShardError, Stopped
 from pipeline.records import Shard
+from pipeline.remote import RemoteFile, is_remote, open_filesystem, protocols, tried
 
 SUFFIXES = (".parquet", ".parq", ".pq")
 READ_BUFFER_BYTES = 1024 * 1024
+REMOTE_READ_BUFFER_BYTES = 8 * 1024 * 1024  # a request each; it costs as long as a megabyte or two takes
 HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
+Types = dict[str, pa.DataType]
 _MAGIC_CHARACTERS = re.compile(r"[*?\[]")
 
 
@@ -75,7 +78,7 @@ def find_shards(inputs: Sequence[str], output: str | None = None) -> list[Shard]
     Raises:
         ConfigError: an input does not exist or holds no Parquet file, or two shards would get the same output name.
     """
-    skip = os.path.realpath(output) if output is not None else None
+    skip = _place(output) if output is not None else None
     found: dict[str, Shard] = {}
     for name in inputs:
         shards = [s for s in _expand(name) if skip is None or _inside(name, skip) or not _inside(s.path, skip)]
@@ -95,24 +98,40 @@ def find_shards(inputs: Sequence[str], output: str | None = None) -> list[Shard]
 
 
 def _expand(name: str) -> Iterable[Shard]:
+    filesystem, path = open_filesystem(name)
     try:
-        filesystem, path = fsspec.url_to_fs(name)
-        # An existing path is meant literally, also when it holds a '[' or a '*'.
-        if filesystem.exists(path):
-            if filesystem.isfile(path):
-                root, paths = path.rpartition("/")[0], [path]
-            else:
-                root, paths = path, [p for p in filesystem.find(path) if _is_shard(p, path)]
-        elif _MAGIC_CHARACTERS.search(name):
-            root = _MAGIC_CHARACTERS.split(path, maxsplit=1)[0].rpartition("/")[0]
-            hits = [hit for hit in filesystem.glob(path) if not _is_hidden(hit, root)]
-            files = [f for hit in hits for f in ([hit] if filesystem.isfile(hit) else filesystem.find(hit))]
-            paths = [p for p in files if _is_shard(p, root)]
-        else:
-            raise ConfigError(f"input {name}: does not exist; expected a Parquet file, a folder or a glob")
-        return [_shard(filesystem, path, root) for path in sorted(set(paths))]
-    except (OSError, ValueError, ImportError) as error:
+        if _is_local(filesystem):
+            return _listed(filesystem, path, name)
+        return tried("the store was asked", lambda: _listed(filesystem, path, name))
+    except ConnectionError as error:
+        raise Stopped(f"input {name}: cannot be listed: {error}; run again when the store answers") from None
+    except (OSError, ValueError) as error:
         raise ConfigError(f"input {name}: cannot be listed: {error}") from None
+
+
+def _listed(filesystem: Any, path: str, name: str) -> list[Shard]:
+    filesystem.invalidate_cache()  # of an earlier call in this process
+    # An existing path is meant literally, also when it holds a '[' or a '*'.
+    if filesystem.exists(path):
+        if filesystem.isfile(path):
+            root, files = path.rpartition("/")[0], {path: filesystem.info(path)}
+        else:
+            root, files = path, _below(filesystem, path, path)
+    elif _MAGIC_CHARACTERS.search(name):
+        root = _MAGIC_CHARACTERS.split(path, maxsplit=1)[0].rpartition("/")[0]
+        files = {}
+        for hit, info in filesystem.glob(path, detail=True).items():
+            if not _is_hidden(hit, root):
+                found = {hit: info} if filesystem.isfile(hit) else _below(filesystem, hit, root)
+                files |= {file: info for file, info in found.items() if _is_shard(file, root)}
+    else:
+        raise ConfigError(f"input {name}: does not exist; expected a Parquet file, a folder or a glob")
+    return [_shard(filesystem, file, root, files[file]) for file in sorted(files)]
+
+
+def _below(filesystem: Any, folder: str, root: str) -> dict[str, Any]:
+    """Shards and what the listing says of them: asking for each one would take a request a shard."""
+    return {file: info for file, info in filesystem.find(folder, detail=True).items() if _is_shard(file, root)}
 
 
 def _is_shard(path: str, root: str) -> bool:
@@ -128,23 +147,44 @@ def _relative(path: str, root: str) -> str:
     return path[len(root) :].lstrip("/") if root and path.startswith(root.rstrip("/") + "/") else path.lstrip("/")
 
 
-def _shard(filesystem: Any, path: str, root: str) -> Shard:
-    info = filesystem.info(path)
+def _shard(filesystem: Any, path: str, root: str, info: dict[str, Any]) -> Shard:
     relative = _relative(path, root)
     key = relative[: -len(".parquet")] if relative.lower().endswith(".parquet") else relative
-    stamp = info.get("mtime") or info.get("LastModified") or info.get("last_modified") or 0
-    seconds = stamp.timestamp() if hasattr(stamp, "timestamp") else float(stamp)
-    mtime_ns = os.stat(path).st_mtime_ns if _is_local(filesystem) else int(seconds * 1e9)
-    location = path if _is_local(filesystem) else filesystem.unstrip_protocol(path)
-    return Shard(key, location, int(info.get("size") or 0), mtime_ns, partitions=_partitions(relative))
+    if _is_local(filesystem):
+        status = os.stat(path)
+        return Shard(key, path, status.st_size, status.st_mtime_ns, partitions=_partitions(relative))
+    return Shard(
+        key,
+        filesystem.unstrip_protocol(path),
+        int(info.get("size") or 0),
+        _modified_ns(info),
+        partitions=_partitions(relative),
+        etag=next((str(info[name]) for name in ("ETag", "etag", "blob_id") if info.get(name)), None),
+    )
+
+
+def _modified_ns(info: dict[str, Any]) -> int:
+    """0 where the filesystem does not say."""
+    stamp = next((info[n] for n in ("mtime", "LastModified", "last_modified", "updated", "created") if info.get(n)), 0)
+    if isinstance(stamp, str):
+        stamp = datetime.fromisoformat(stamp)
+    return int((stamp.timestamp() if isinstance(stamp, datetime) else float(stamp)) * 1e9)
 
 
 def _is_local(filesystem: Any) -> bool:
-    return "file" in ([filesystem.protocol] if isinstance(filesystem.protocol, str) else filesystem.protocol)
+    return "file" in protocols(filesystem)
 
 
 def _inside(path: str, folder: str) -> bool:
-    return os.path.realpath(path).startswith(folder.rstrip(os.sep) + os.sep)
+    return _place(path).startswith(folder.rstrip("/") + "/")
+
+
+def _place(name: str) -> str:
+    """One spelling for one place."""
+    if not is_remote(name):
+        return os.path.realpath(name.removeprefix("file://"))
+    filesystem, path = open_filesystem(name)
+    return str(filesystem.unstrip_protocol(path))
 
 
 def _partitions(relative: str) -> dict[str, str | None]:
@@ -159,19 +199,34 @@ def open_parquet(path: str) -> pq.ParquetFile:
         ShardError: it is not a readable Parquet file; the message says what it is instead, without the path.
     """
     try:
-        filesystem, name = fsspec.url_to_fs(path)
-        source = name if _is_local(filesystem) else filesystem.open(name, "rb")
-        # A buffer size makes the reader stream a column chunk instead of loading it whole.
-        return pq.ParquetFile(source, buffer_size=READ_BUFFER_BYTES, page_checksum_verification=True)
+        source, buffer_bytes = _opened(path)
+        # A buffer size makes the reader stream a column chunk instead of loading it whole; pre-buffering, on unless it
+        # is turned off, would load the wanted columns of all row groups first (365 MB of a 362 MB file, against 7).
+        return pq.ParquetFile(source, buffer_size=buffer_bytes, pre_buffer=False, page_checksum_verification=True)
     except FileNotFoundError:
         raise ShardError("the file is gone; was it moved while the job ran?") from None
+    except (PermissionError, ConnectionError) as error:
+        raise ShardError(f"cannot be read: {error}") from None
     except (OSError, pa.ArrowException) as error:
         raise ShardError(_what_it_is(path, error)) from None
 
 
+def _opened(path: str) -> tuple[Any, int]:
+    """What pyarrow reads, and how much of each column at once."""
+    filesystem, name = open_filesystem(path)
+    if _is_local(filesystem):
+        return name, READ_BUFFER_BYTES
+    return RemoteFile(filesystem, name), REMOTE_READ_BUFFER_BYTES
+
+
 def _what_it_is(path: str, error: Exception) -> str:
-    with fsspec.open(path, "rb") as file:
-        head = file.read(64)
+    filesystem, name = open_filesystem(path)
+
+    def beginning() -> bytes:
+        with filesystem.open(name, "rb") as file:
+            return bytes(file.read(64))
+
+    head = tried("cannot be read", beginning)
     if not head:
         return "the file is empty (0 bytes); expected Parquet"
     if head.startswith(b"version https://git-lfs"):
@@ -185,40 +240,50 @@ def check_shards(shards: Sequence[Shard], columns: Columns) -> Checked:
     """Read every footer and resolve the columns.
 
     Raises:
-        ConfigError: no shard is readable with these columns, or the ids of two shards have different types.
+        ConfigError: no shard is readable with these columns, or an output column has different types in two shards.
     """
     with ThreadPoolExecutor(max_workers=8) as pool:
         results = list(pool.map(lambda shard: _check(shard, columns), shards))
-    good = [(shard, id_type) for shard, id_type, problem in results if problem is None]
+    good = [(shard, types) for shard, types, problem in results if problem is None]
     bad = [(shard, problem) for shard, _, problem in results if problem is not None]
     if not good:
         shard, problem = bad[0]
         more = f" (and {len(bad) - 1} more shards like it)" if len(bad) > 1 else ""
         raise ConfigError(f"{shard.path}: {problem}{more}")
-    typed = [(shard, id_type) for shard, id_type in good if id_type is not None and not pa.types.is_null(id_type)]
-    for shard, id_type in typed[1:]:
-        if id_type != typed[0][1]:
-            raise ConfigError(
-                f"--id-column {columns.id}: {typed[0][1]} in {typed[0][0].path} but {id_type} in {shard.path}; "
-                "expected one type in all shards"
-            )
+    for name in output_columns(columns):
+        _check_one_type(name, "--id-column" if name == columns.id else "--columns", good)
     return Checked([shard for shard, _ in good], bad)
 
 
-def _check(shard: Shard, columns: Columns) -> tuple[Shard, pa.DataType | None, str | None]:
+def output_columns(columns: Columns) -> list[str]:
+    """Input columns that stand in the output: the id, if it is one, and the carried ones."""
+    return [*([columns.id] if columns.id else []), *columns.carried]
+
+
+def _check_one_type(name: str, option: str, shards: Sequence[tuple[Shard, Types]]) -> None:
+    """All output files together are one table. A column of nulls goes with every type."""
+    typed = [(shard, types[name]) for shard, types in shards if not pa.types.is_null(types[name])]
+    for shard, kind in typed[1:]:
+        if kind != typed[0][1]:
+            raise ConfigError(
+                f"{option} {name}: {typed[0][1]} in {typed[0][0].path} but {kind} in {shard.path}; "
+                "expected one type in all shards"
+            )
+
+
+def _check(shard: Shard, columns: Columns) -> tuple[Shard, Types, str | None]:
     try:
         with open_parquet(shard.path) as file:
             known = replace(shard, num_rows=file.metadata.num_rows, num_row_groups=file.metadata.num_row_groups)
-            id_type = check_columns(file.schema_arrow, columns, shard.partitions)
-            return known, id_type, None
+            return known, check_columns(file.schema_arrow, columns, shard.partitions), None
     except ShardError as error:
-        return shard, None, str(error)
+        return shard, {}, str(error)
     except (OSError, pa.ArrowException) as error:
-        return shard, None, f"cannot be read: {' '.join(str(error).split())}"
+        return shard, {}, f"cannot be read: {' '.join(str(error).split())}"
 
 
-def check_columns(schema: pa.Schema, columns: Columns, partitions: dict[str, str | None]) -> pa.DataType | None:
-    """The type of the id column, after making sure that every wanted column can be read.
+def check_columns(schema: pa.Schema, columns: Columns, partitions: dict[str, str | None]) -> Types:
+    """The type of each output column, after making sure that every wanted column can be read.
 
     Raises:
         ShardError: a column is missing, repeats, or is of a type that holds no text.
@@ -226,15 +291,13 @@ def check_columns(schema: pa.Schema, columns: Columns, partitions: dict[str, str
     text_type = field_type(schema, columns.text)
     if not is_text(text_type):
         raise ShardError(f"column '{columns.text}' is {text_type}; expected text (string or UTF-8 bytes)")
-    for name in columns.carried:
-        if name not in partitions:
-            field_type(schema, name)
-    if columns.id is None:
-        return None
-    id_type = pa.string() if columns.id in partitions else plain_type(field_type(schema, columns.id))
-    if pa.types.is_nested(id_type):
-        raise ShardError(f"id column '{columns.id}' is {id_type}; expected one value a row")
-    return id_type
+    types = {
+        name: pa.string() if name in partitions else plain_type(field_type(schema, name))
+        for name in output_columns(columns)
+    }
+    if columns.id is not None and pa.types.is_nested(types[columns.id]):
+        raise ShardError(f"id column '{columns.id}' is {types[columns.id]}; expected one value a row")
+    return types
 
 
 def field_type(schema: pa.Schema, name: str) -> pa.DataType:

@@ -1,7 +1,8 @@
-"""The output folder: where things are put so that a reader never sees half of one.
+"""The output, a folder or a prefix on an object store: where things are put so that a reader never sees half of one.
 
-A file is written under a hidden temporary name beside its target, flushed to the disk, and renamed; a folder entry is
-flushed after the rename. Whatever carries the temporary suffix is left over from a crash and never counts.
+In a folder a file is written under a hidden temporary name beside its target, flushed to the disk, and renamed; a
+folder entry is flushed after the rename. Whatever carries the temporary suffix is left over from a crash and never
+counts. How an object store does it stands in ``object_store.py``.
 """
 
 from __future__ import annotations
@@ -12,11 +13,89 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from pipeline.errors import ConfigError
+from pipeline.remote import is_remote
 
 TEMPORARY_SUFFIX = ".tmp"
+
+
+class Storage(Protocol):
+    """What a run, an index and a search need of the place where the output is; names are relative to ``root``."""
+
+    @property
+    def root(self) -> str | Path: ...
+    def prepare(self) -> list[str]:
+        """Prove that it can be written; returns what a person should know of it."""
+        ...
+
+    def location(self, name: str) -> str:
+        """For messages."""
+        ...
+
+    def temporary(self, name: str) -> Path:
+        """A fresh path on this machine to build ``name`` at, in a folder that exists."""
+        ...
+
+    def publish(self, temporary: Path, name: str) -> None:
+        """Make a finished file appear as ``name``, whole and durably, replacing what was there."""
+        ...
+
+    def write_json(self, name: str, document: Any) -> None: ...
+    def create_json(self, name: str, document: Any) -> bool:
+        """Write what nobody else has written; False where somebody has, whose document stays."""
+        ...
+
+    def read_json(self, name: str) -> Any | None:
+        """The document, or None when it is missing or was cut: both mean 'not finished'."""
+        ...
+
+    def size(self, name: str) -> int | None:
+        """In bytes; None when there is no such file."""
+        ...
+
+    def files(self, folder: str, suffix: str, *, hidden: bool = False) -> Iterator[str]:
+        """Names below ``folder`` that end in ``suffix``, in no particular order."""
+        ...
+
+    def remove(self, name: str) -> None:
+        """Remove what may be there."""
+        ...
+
+    def source(self, name: str) -> Any:
+        """What ``pyarrow.parquet.ParquetFile`` opens to read parts of a file."""
+        ...
+
+    def fetch(self, name: str) -> Path:
+        """The whole file on this machine, for those who can only read a path."""
+        ...
+
+    def release(self, name: str) -> None:
+        """What was fetched is not needed any more."""
+        ...
+
+    def sweep(self) -> int:
+        """Remove what a crash left; returns how many. Only safe while holding the lock."""
+        ...
+
+    def lock(self) -> contextlib.AbstractContextManager[bool]:
+        """Hold the output for one coordinator; yields False when another one has it."""
+        ...
+
+
+def open_output(output: str | os.PathLike[str]) -> Storage:
+    """The place that ``--output`` names: a folder, or a URL such as ``s3://bucket/prefix``.
+
+    Raises:
+        ConfigError: the URL's protocol is unknown or needs a package that is not installed.
+    """
+    name = os.fspath(output)
+    if not is_remote(name):
+        return Output(name.removeprefix("file://"))
+    from pipeline.object_store import ObjectStore
+
+    return ObjectStore(name)
 
 
 class Output:
@@ -28,7 +107,15 @@ class Output:
     def path(self, name: str) -> Path:
         return self.root / name
 
-    def prepare(self) -> None:
+    source = fetch = path
+
+    def location(self, name: str) -> str:
+        return str(self.path(name))
+
+    def release(self, name: str) -> None:
+        """Nothing was copied."""
+
+    def prepare(self) -> list[str]:
         """Create the folder and prove that it can be written.
 
         Raises:
@@ -43,6 +130,7 @@ class Output:
             raise ConfigError(
                 f"--output {self.root}: cannot be written ({error.strerror}); expected a folder of yours"
             ) from None
+        return []
 
     def temporary(self, name: str) -> Path:
         """A fresh path beside ``name``, in a folder that exists; hidden, and marked as unfinished."""
@@ -61,10 +149,15 @@ class Output:
     def write_json(self, name: str, document: Any) -> None:
         temporary = self.temporary(name)
         try:
-            temporary.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+            temporary.write_bytes(json_bytes(document))
             self.publish(temporary, name)
         finally:
             temporary.unlink(missing_ok=True)
+
+    def create_json(self, name: str, document: Any) -> bool:
+        """The lock has made sure that nobody else writes here."""
+        self.write_json(name, document)
+        return True
 
     def read_json(self, name: str) -> Any | None:
         """The document, or None when it is missing or was cut: both mean 'not finished'."""
@@ -79,11 +172,12 @@ class Output:
         except (FileNotFoundError, NotADirectoryError):
             return None
 
-    def files(self, folder: str, suffix: str) -> Iterator[str]:
-        """Names below ``folder`` that end in ``suffix``, hidden ones left out, in no particular order."""
+    def files(self, folder: str, suffix: str, *, hidden: bool = False) -> Iterator[str]:
+        """Names below ``folder`` that end in ``suffix``, in no particular order; hidden ones only where asked for."""
         top = self.path(folder)
         for path in top.rglob(f"*{suffix}"):
-            if not any(part.startswith(".") for part in path.relative_to(top).parts) and path.is_file():
+            shown = hidden or not any(part.startswith(".") for part in path.relative_to(top).parts)
+            if shown and path.is_file():
                 yield path.relative_to(self.root).as_posix()
 
     def remove(self, name: str) -> None:
@@ -111,6 +205,10 @@ class Output:
                 yield False
                 return
             yield True
+
+
+def json_bytes(document: Any) -> bytes:
+    return (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode("utf-8")
 
 
 def sha256_file(path: str | os.PathLike[str]) -> str:

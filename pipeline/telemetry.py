@@ -94,6 +94,7 @@ class RunReport:
     Attributes:
         output: the output folder.
         shards_total, shards_done, shards_skipped, shards_failed: done in this run; skipped were finished before.
+        shards_pruned: whose output was removed, since they are not in the input any more.
         counts: of the shards done in this run.
         total_rows, total_rows_out, total_quarantined: of all finished shards.
         wall_s: whole run, worker start and index included.
@@ -101,6 +102,7 @@ class RunReport:
         failed: shards without a commit record, and why.
         shards: commit records of this run.
         index: the published index, or None.
+        certificate: what ``--verify`` found, or None.
         retries: units that were given out again after their worker was lost.
         warnings: what a person should know.
     """
@@ -115,6 +117,7 @@ class RunReport:
     shards_done: int = 0
     shards_skipped: int = 0
     shards_failed: int = 0
+    shards_pruned: int = 0
     counts: Counters = field(default_factory=Counters)
     total_rows: int = 0
     total_rows_out: int = 0
@@ -125,6 +128,7 @@ class RunReport:
     failed: list[Failure] = field(default_factory=list)
     shards: list[dict[str, Any]] = field(default_factory=list)
     index: dict[str, Any] | None = None
+    certificate: dict[str, Any] | None = None
     warnings: list[str] = field(default_factory=list)
 
     @property
@@ -146,13 +150,14 @@ class RunReport:
 
     @property
     def exit_code(self) -> int:
-        """The gravest of what happened: our bug, an unfinished shard, bad data, nothing."""
+        """The gravest of what happened: our bug, an unfinished shard, bad data or a fault found by verifying, none."""
         kinds = {failure.kind for failure in self.failed}
         if "bug" in kinds:
             return EXIT_BUG
         if "gave up" in kinds:
             return EXIT_STOPPED
-        return EXIT_DATA if kinds else EXIT_OK
+        proven = self.certificate is None or self.certificate["ok"]
+        return EXIT_OK if proven and not kinds else EXIT_DATA
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for ``--json``; shards in short form, their full records lie in ``commits/``."""
@@ -190,13 +195,15 @@ class RunReport:
 
     def sentence(self) -> str:
         """The whole run in one line."""
-        if not self.shards_done and not self.shards_failed:
+        if not self.shards_done and not self.shards_failed and not self.shards_pruned:
             return f"Nothing to do: all {self.shards_skipped} shards of {self.output} are finished."
         parts = [f"{self.shards_done} of {self.shards_total} shards", f"{self.counts.rows_out:,} vectors of {self.dim}"]
         if self.counts.quarantined:
             parts.append(f"{sum(self.counts.quarantined.values()):,} rows quarantined")
         if self.shards_skipped:
             parts.append(f"{self.shards_skipped} finished before")
+        if self.shards_pruned:
+            parts.append(f"{self.shards_pruned} removed")
         if self.shards_failed:
             parts.append(f"{self.shards_failed} failed")
         parts.append(f"{self.counts.tokens:,} tokens in {self.encode_wall_s:.1f} s ({self.tokens_per_s:,.0f} tokens/s)")

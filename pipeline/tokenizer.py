@@ -107,28 +107,27 @@ class Tokenizer:
         """Tokenize ``prompt + text`` for each text.
 
         A text far longer than the limit is tokenized only as far as it can matter (see `_encode_long`). Its dropped
-        tokens are counted as far as they were seen, so `Tokens.num_dropped` is then a lower bound.
+        tokens are counted as far as they were seen, so `Tokens.dropped` is then a lower bound.
 
         Args:
             texts: n strings; an empty one is a text.
 
         Returns:
-            Ids with special tokens, cut to the limit; `num_truncated` counts texts that lost tokens.
+            Ids with special tokens, cut to the limit.
         """
         prompted = [self.spec.prompt + text for text in texts] if self.spec.prompt else list(texts)
         contents = self._contents(prompted)
-        num_truncated = num_dropped = 0
+        dropped = np.zeros(len(contents), np.int64)
         if self._room is not None:
             for index, ids in enumerate(contents):
                 if len(ids) > self._room:
                     contents[index] = self._cut(ids)
-                    num_truncated += 1
-                    num_dropped += len(ids) - self._room
+                    dropped[index] = len(ids) - self._room
         num_special = len(self._prefix) + len(self._suffix)
         lengths = np.fromiter((len(ids) + num_special for ids in contents), np.int32, len(contents))
         parts = chain.from_iterable((self._prefix, ids, self._suffix) for ids in contents)
         input_ids = np.fromiter(chain.from_iterable(parts), np.int32, int(lengths.sum()))
-        return Tokens(input_ids, lengths, num_truncated, num_dropped)
+        return Tokens(input_ids, lengths, dropped)
 
     def words(self) -> list[str]:
         """Words of the vocabulary, sorted: tokens of letters without their continuation marks."""

@@ -21,18 +21,22 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Protocol, TextIO
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from pipeline import batcher, telemetry
+from pipeline.chunker import Chunker, with_chunk_columns
 from pipeline.errors import EXIT_BUG, EmbedCorpusError, ShardError, one_line
-from pipeline.ledger import Ledger
+from pipeline.ledger import Ledger, is_of
 from pipeline.prefetch import Prefetch
 from pipeline.reader import output_schema, read_windows
 from pipeline.records import Batch, Counters, Shard, Tokens, Window
-from pipeline.storage import Output
+from pipeline.reuse import PreviousVectors, open_previous, token_hashes
+from pipeline.storage import open_output
 from pipeline.tokenizer import Tokenizer, TokenizerSpec
 from pipeline.worker_settings import WorkerSettings
 from pipeline.writer import NO_TOKENS, ShardWriter
@@ -55,6 +59,23 @@ class AnyEncoder(Protocol):
     def computed_tokens(self, batch: Batch) -> int: ...
 
 
+@dataclass(frozen=True)
+class TokenizedWindow:
+    """A window on its way to the encoder.
+
+    Attributes:
+        window: its rows.
+        text_of_row: (num_rows,) int64, which text each row has; -1 for none.
+        tokens: of the window's different texts.
+        hashes: (num_texts, 2) uint64, what each text is recognised by.
+    """
+
+    window: Window
+    text_of_row: NDArray[np.int64]
+    tokens: Tokens
+    hashes: NDArray[np.uint64]
+
+
 class Worker:
     """Does what it is asked, one request at a time.
 
@@ -67,7 +88,9 @@ class Worker:
         self._settings, self._say = settings, say
         start = time.perf_counter()
         self._encoder = load_encoder(settings)
-        self._tokenizer = Tokenizer(self._encoder.tokenizer_spec())
+        spec = self._encoder.tokenizer_spec()
+        self._tokenizer = Tokenizer(spec)
+        self._chunker = Chunker(spec, settings.chunk_overlap) if settings.long_texts == "chunk" else None
         say(
             "ready",
             dim=self._encoder.dim,
@@ -86,30 +109,41 @@ class Worker:
             ShardError: the shard's data is bad.
             OutputError: the output cannot be written.
         """
-        settings, output, ledger = self._settings, Output(self._settings.output), Ledger(self._settings.output)
-        ledger.forget(shard.key)
+        settings, output = self._settings, open_output(self._settings.output)
+        ledger = Ledger(output)
+        record = ledger.record(shard.key)
+        if is_of(record, shard, settings.fingerprint):  # by another run since this one began
+            return record
+        previous = open_previous(output, record, settings.fingerprint)
         counts, clock, beside, start = Counters(), telemetry.Clock(), telemetry.Clock(), time.perf_counter()
         windows = beside.waiting("read", read_windows(shard, settings.columns, settings.id_name))
         writer = ShardWriter(output, shard, self._encoder.dim, settings.embedding_dtype, settings.id_name)
         schema = None
         with writer, Prefetch(self._tokenized(windows, beside)) as tokenized:
-            for window, text_of_row, tokens in clock.waiting("wait_for_input", iter(tokenized)):
-                schema = window.table.schema
-                vectors = self._encode(shard, tokens, counts, clock)
+            for part in clock.waiting("wait_for_input", iter(tokenized)):
+                schema = part.window.table.schema
+                vectors = self._encode(shard, part, previous, counts, clock)
                 with clock.stage("write"):
-                    writer.write(window, text_of_row, vectors)
-                _count(counts, window, text_of_row, tokens)
+                    writer.write(part.window, part.text_of_row, vectors, part.hashes)
+                _count(counts, part)
+            if previous is not None:
+                previous.close()
+            if shard.num_rows is not None and counts.rows != shard.num_rows:
+                raise ShardError(f"{shard.path}: {counts.rows} rows read, its footer says {shard.num_rows}")
+            # From here on the old files are replaced: their record must go first, so that the two never disagree.
+            ledger.forget(shard.key)
             with clock.stage("write"):
-                files = writer.finish(schema or output_schema(shard, settings.columns, settings.id_name))
+                files = writer.finish(schema or self._empty_schema(shard))
         counts.rows_out, counts.quarantined = writer.rows_out, writer.quarantined
-        if shard.num_rows is not None and counts.rows != shard.num_rows:
-            raise ShardError(f"{shard.path}: {counts.rows} rows read, its footer says {shard.num_rows}")
-        wall_s = time.perf_counter() - start
-        record = {
-            "shard": {"key": shard.key, **shard.identity()},
-            "fingerprint": settings.fingerprint,
-            **files,
-            **telemetry.shard_telemetry(counts, clock.seconds, beside.seconds, wall_s),
+        files["output"]["chunked"] = self._chunker is not None
+        measured = telemetry.shard_telemetry(counts, clock.seconds, beside.seconds, time.perf_counter() - start)
+        record = {"shard": {"key": shard.key, **shard.identity()}, **files, **measured, **self._made_with()}
+        return ledger.commit(record)
+
+    def _made_with(self) -> dict[str, Any]:
+        """What a commit record says of this worker."""
+        return {
+            "fingerprint": self._settings.fingerprint,
             "device": self._encoder.device,
             "attention": self._encoder.attention,
             "dtype": self._encoder.dtype,
@@ -117,45 +151,64 @@ class Worker:
             "host": socket.gethostname(),
             "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }
-        ledger.commit(record)
-        return record
 
-    def _tokenized(
-        self, windows: Iterator[Window], beside: telemetry.Clock
-    ) -> Iterator[tuple[Window, NDArray[np.int64], Tokens]]:
+    def _empty_schema(self, shard: Shard) -> pa.Schema:
+        schema = output_schema(shard, self._settings.columns, self._settings.id_name)
+        return schema if self._chunker is None else with_chunk_columns(schema)
+
+    def _tokenized(self, windows: Iterator[Window], beside: telemetry.Clock) -> Iterator[TokenizedWindow]:
         for window in windows:
+            if self._chunker is not None:
+                with beside.stage("chunk"):
+                    window = self._chunker.expand(window)
             with beside.stage("tokenize"):
                 texts, text_of_row = distinct(window.texts)
                 tokens = self._tokenizer.encode(texts)
                 _reject_tokenless(window, text_of_row, tokens)
-            yield window, text_of_row, tokens
+                hashes = token_hashes(tokens)
+            yield TokenizedWindow(window, text_of_row, tokens, hashes)
 
-    def _encode(self, shard: Shard, tokens: Tokens, counts: Counters, clock: telemetry.Clock) -> NDArray[np.float32]:
+    def _encode(
+        self,
+        shard: Shard,
+        part: TokenizedWindow,
+        previous: PreviousVectors | None,
+        counts: Counters,
+        clock: telemetry.Clock,
+    ) -> NDArray[np.float32]:
         """(num_texts, dim) float32; NaN where a text has no token."""
+        tokens = part.tokens
         vectors = np.full((len(tokens.lengths), self._encoder.dim), np.nan, dtype=np.float32)
-        rows, tokens_done = counts.rows, counts.tokens
-        for batch in clock.waiting("pack", self._batches(tokens)):
+        todo = np.flatnonzero(tokens.lengths)
+        if previous is not None:
+            with clock.stage("reuse"):
+                known = previous.fill(part.hashes, vectors)
+            todo = todo[~known[todo]]
+            counts.reused += int(known.sum())
+        num_tokens, done = int(tokens.lengths[todo].sum()), 0
+        for batch in clock.waiting("pack", self._batches(tokens, todo)):
             with clock.stage("encode"):
                 vectors[batch.texts] = self._encoder.encode(batch)
             counts.batches += 1
+            counts.tokens += batch.num_tokens
             counts.computed_tokens += self._encoder.computed_tokens(batch)
-            rows, tokens_done = rows + batch.num_texts, tokens_done + batch.num_tokens
-            self._say("progress", key=shard.key, rows=rows, tokens=tokens_done)
+            done += batch.num_tokens
+            # The longest texts come first: tokens tell how far the window is, rows would not.
+            rows = counts.rows + part.window.num_input_rows * done // num_tokens
+            self._say("progress", key=shard.key, rows=rows, tokens=counts.tokens)
         return vectors
 
-    def _batches(self, tokens: Tokens) -> Iterator[Batch]:
-        """Every text that has a token, in exactly one batch, longest first."""
-        nonempty = np.flatnonzero(tokens.lengths)
-        for chosen in batcher.plan_batches(
-            tokens.lengths[nonempty], self._settings.max_batch_tokens, padded=self._encoder.padded
-        ):
-            yield batcher.pack(tokens, nonempty[chosen])
+    def _batches(self, tokens: Tokens, todo: NDArray[np.int64]) -> Iterator[Batch]:
+        """The texts ``todo``, each in exactly one batch, longest first."""
+        budget = self._settings.max_batch_tokens
+        for chosen in batcher.plan_batches(tokens.lengths[todo], budget, padded=self._encoder.padded):
+            yield batcher.pack(tokens, todo[chosen])
 
     def embed_queries(self, texts: list[str]) -> NDArray[np.float32]:
         """(n, dim) float32, in the order given."""
         tokens = self._tokenizer.encode(texts)
         vectors = np.full((len(texts), self._encoder.dim), np.nan, dtype=np.float32)
-        for batch in self._batches(tokens):
+        for batch in self._batches(tokens, np.flatnonzero(tokens.lengths)):
             vectors[batch.texts] = self._encoder.encode(batch)
         return vectors
 
@@ -190,13 +243,15 @@ def _reject_tokenless(window: Window, text_of_row: NDArray[np.int64], tokens: To
                 text_of_row[row] = -1
 
 
-def _count(counts: Counters, window: Window, text_of_row: NDArray[np.int64], tokens: Tokens) -> None:
-    counts.rows += window.num_rows
-    counts.texts += len(tokens.lengths)
-    counts.duplicates += int((text_of_row >= 0).sum()) - int((tokens.lengths > 0).sum())
-    counts.tokens += len(tokens.input_ids)
-    counts.truncated_texts += tokens.num_truncated
-    counts.dropped_tokens += tokens.num_dropped
+def _count(counts: Counters, part: TokenizedWindow) -> None:
+    embedded = part.text_of_row[part.text_of_row >= 0]
+    dropped = part.tokens.dropped[embedded]
+    counts.rows += part.window.num_input_rows
+    counts.extra_chunks += part.window.num_rows - part.window.num_input_rows
+    counts.texts += len(part.tokens.lengths)
+    counts.duplicates += len(embedded) - int((part.tokens.lengths > 0).sum())
+    counts.truncated_texts += int((dropped > 0).sum())
+    counts.dropped_tokens += int(dropped.sum())
 
 
 def main() -> int:

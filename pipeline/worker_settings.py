@@ -21,6 +21,9 @@ class WorkerSettings:
         embedding_dtype: stored type.
         max_batch_tokens: token budget of a batch.
         fingerprint: of the run, for the commit records.
+        long_texts: ``truncate``, or ``chunk``: one output row for each piece of a text above the limit.
+        chunk_overlap: tokens that neighbouring chunks share; None for an eighth.
+        offline: the model hub is not asked; it must be where shards are read from it.
         stand_in: ``module:function`` that returns an encoder, instead of loading the model; for tests and measuring.
     """
 
@@ -31,6 +34,9 @@ class WorkerSettings:
     embedding_dtype: str = "float32"
     max_batch_tokens: int = 2048
     fingerprint: str = ""
+    long_texts: str = "truncate"
+    chunk_overlap: int | None = None
+    offline: bool = True
     stand_in: str | None = None
 
     @classmethod

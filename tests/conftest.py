@@ -23,6 +23,13 @@ RunCommand = Callable[..., "subprocess.CompletedProcess[str]"]
 SampleRun = tuple[Path, "subprocess.CompletedProcess[str]"]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not Path("/dev/nvidia0").exists():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
 @pytest.fixture(scope="session")
 def model_dir() -> str:
     """all-MiniLM-L6-v2, as a package ships it."""

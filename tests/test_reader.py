@@ -130,3 +130,15 @@ def test_damaged_data_names_the_shard(tmp_path: Path) -> None:
 def test_a_file_that_has_vanished_is_named(tmp_path: Path) -> None:
     with pytest.raises(ShardError, match=r"gone\.parquet: the file is gone"):
         list(read_windows(Shard("gone", str(tmp_path / "gone.parquet"), 0, 0), Columns("text", None), "id"))
+
+
+def test_a_shard_is_never_loaded_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the number of row groups: 24 MB here, in windows of 1 MB."""
+    monkeypatch.setattr(reader, "WINDOW_BYTES", 1 << 20)
+    texts = [f"{row:04} " * 200 for row in range(24_000)]
+    path = write_shard(tmp_path / "x.parquet", texts, compression="none", use_dictionary=False, row_group_size=2000)
+    del texts
+    before = peak = pa.total_allocated_bytes()
+    for _ in read_windows(find_shards([str(path)])[0], BY_ID, "id"):
+        peak = max(peak, pa.total_allocated_bytes())
+    assert peak - before < 12e6

@@ -138,6 +138,19 @@ def test_a_new_shard_that_sorts_first_leaves_the_others_alone(corpus: Path, tmp_
     assert (report.shards_done, report.shards_skipped, report.total_rows) == (1, 5, 310)
 
 
+def test_shards_that_left_the_input_are_reported_and_pruned_on_demand(
+    corpus: Path, tmp_path: Path, model_dir: str
+) -> None:
+    embed(corpus, tmp_path / "out", model_dir, index="Flat")
+    (corpus / "part-1.parquet").unlink()
+    report = embed(corpus, tmp_path / "out", model_dir, index="Flat")
+    assert (report.total_rows, report.index["ntotal"]) == (300, 300)  # type: ignore[index]
+    assert any("1 finished shards are not in the input any more (part-1)" in warning for warning in report.warnings)
+    report = embed(corpus, tmp_path / "out", model_dir, index="Flat", prune=True)
+    assert (report.shards_pruned, report.total_rows, report.index["ntotal"]) == (1, 240, 240)  # type: ignore[index]
+    assert [path for path in (tmp_path / "out").rglob("*") if path.stem == "part-1"] == []
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [
@@ -150,6 +163,7 @@ def test_a_new_shard_that_sorts_first_leaves_the_others_alone(corpus: Path, tmp_
         ({"text_column": "id"}, "text-column"),
         ({"id_column": None}, "id-column"),
         ({"columns": "text"}, "columns"),
+        ({"long_texts": "chunk"}, "long-texts"),
     ],
 )
 def test_another_option_is_refused_by_name(

@@ -141,6 +141,13 @@ def test_ids_of_different_types_are_refused_naming_both_files(tmp_path: Path) ->
         check_shards(find_shards([str(tmp_path)]), Columns("text", "id"))
 
 
+def test_carried_columns_of_different_types_are_refused_naming_both_files(tmp_path: Path) -> None:
+    for name, url in (("a", ["u"]), ("b", [None]), ("c", [3])):
+        pq.write_table(pa.table({"text": ["x"], "url": url}), tmp_path / f"{name}.parquet")
+    with pytest.raises(ConfigError, match=r"--columns url: string in .*a\.parquet but int64 in .*c\.parquet"):
+        check_shards(find_shards([str(tmp_path)]), Columns("text", None, ("url",)))
+
+
 def test_flavours_of_one_type_are_one_type(tmp_path: Path) -> None:
     for number, kind in enumerate((pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string()))):
         table = pa.table({"id": pa.array(["k"]).cast(kind), "text": pa.array(["x"]).cast(kind)})
