@@ -95,7 +95,10 @@ def run(config: RunConfig, display: Display | None = None, *, stand_in: str | No
         embed(todo, checked, devices, settings, report, display)
         add_totals(report, output)
         if config.index != "none" and report.total_rows_out:
-            report.index = build_index(output, config.index, display)
+            try:
+                report.index = build_index(output, config.index, display)
+            except IndexingError as error:  # the vectors are safe; the report must still be shown
+                report.add_failure("index", "bad", str(error))
     if config.verify:
         report.certificate = prove(output, display)
     report.wall_s = time.perf_counter() - start

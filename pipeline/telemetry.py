@@ -80,7 +80,7 @@ def peak_memory_bytes() -> int:
 
 @dataclass(frozen=True)
 class Failure:
-    """A shard that was not finished: ``bad`` data, ``gave up`` after its workers died, or a ``bug`` of ours."""
+    """A shard or index that was not finished: ``bad`` data, ``gave up`` after workers died, or a ``bug`` of ours."""
 
     shard: str
     kind: str
@@ -99,7 +99,7 @@ class RunReport:
         total_rows, total_rows_out, total_quarantined: of all finished shards.
         wall_s: whole run, worker start and index included.
         encode_wall_s: from the first shard handed out to the last one finished.
-        failed: shards without a commit record, and why.
+        failed: shards without a commit record, and why; the index, too, where it could not be built.
         shards: commit records of this run.
         index: the published index, or None.
         certificate: what ``--verify`` found, or None.
@@ -145,7 +145,7 @@ class RunReport:
         self.counts.add(Counters(**record["counts"]))
 
     def add_failure(self, shard: str, kind: str, reason: str) -> None:
-        self.shards_failed += 1
+        self.shards_failed += shard != "index"
         self.failed.append(Failure(shard, kind, reason if reason.startswith(shard) else f"{shard}: {reason}"))
 
     @property

@@ -332,3 +332,13 @@ def tree_bytes(pid: int) -> int:
         return sum(process.memory_info().rss for process in [parent, *parent.children(recursive=True)])
     except psutil.NoSuchProcess:
         return 0
+
+
+def test_an_index_that_cannot_be_built_leaves_the_vectors_and_the_report(
+    corpus: Path, tmp_path: Path, model_dir: str
+) -> None:
+    # One probe of many tiny lists cannot reach the recall that is promised, so nothing is published.
+    report = embed(corpus, tmp_path / "out", model_dir, index="PQ4x4")
+    assert (report.exit_code, report.shards_done, report.shards_failed, report.index) == (65, 5, 0, None)
+    assert report.failed[0].reason.startswith("index: ")
+    assert "recall" in report.failed[0].reason
