@@ -60,7 +60,7 @@ class ObjectStore:
             again = self.create_json(probe, {})
             self.remove(probe)
         except (ConfigError, OutputError) as error:
-            raise type(error)(f"--output {error}") from None
+            raise type(error)(f"--output {str(error).replace(f'/{probe}', '')}") from None
         except ValueError as error:  # botocore's, for an endpoint that is no URL
             raise ConfigError(f"--output {self.root}: {error}") from None
         if not again:

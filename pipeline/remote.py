@@ -22,6 +22,7 @@ T = TypeVar("T")
 
 ATTEMPTS = 3
 BACKOFF_S = 0.5  # then four times that; the clients have waited and tried again on their own before
+MAX_REASON = 300  # characters; some stores answer with a page of HTML
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 CLIENTS = {
     "adlfs", "aiobotocore", "aiohttp", "azure", "botocore", "fsspec", "gcsfs", "google", "httpcore", "httpcore2",
@@ -75,7 +76,7 @@ def tried(what: str, call: Callable[[], T]) -> T:
         except Exception as error:
             if not _is_foreign(error):
                 raise
-            reason = one_line(error)
+            reason = " ".join(str(error).split())[:MAX_REASON] or type(error).__name__
             if _is_refusal(error):
                 raise PermissionError(f"{what} ({reason})") from None
     raise ConnectionError(f"{what} {ATTEMPTS} times ({reason})")

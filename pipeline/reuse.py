@@ -27,7 +27,7 @@ SCHEMA = pa.schema([pa.field(COLUMN, pa.binary(HASH_BYTES), nullable=False)])
 def token_hashes(tokens: Tokens) -> NDArray[np.uint64]:
     """(n, 2) uint64: a 128-bit hash of each text's token ids."""
     ends = np.cumsum(tokens.lengths, dtype=np.int64)
-    view = memoryview(tokens.input_ids.astype("<i4", copy=False)).cast("B")
+    view = tokens.input_ids.astype("<i4", copy=False).view(np.uint8).data
     digests = b"".join(
         hashlib.blake2b(view[4 * start : 4 * end], digest_size=HASH_BYTES).digest()
         for start, end in zip(ends - tokens.lengths, ends, strict=True)

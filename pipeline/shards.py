@@ -99,14 +99,15 @@ def find_shards(inputs: Sequence[str], output: str | None = None) -> list[Shard]
 
 def _expand(name: str) -> Iterable[Shard]:
     filesystem, path = open_filesystem(name)
+    what = f"input {name}: cannot be listed"
     try:
         if _is_local(filesystem):
             return _listed(filesystem, path, name)
-        return tried("the store was asked", lambda: _listed(filesystem, path, name))
+        return tried(what, lambda: _listed(filesystem, path, name))
     except ConnectionError as error:
-        raise Stopped(f"input {name}: cannot be listed: {error}; run again when the store answers") from None
+        raise Stopped(f"{error}; run again when the store answers") from None
     except (OSError, ValueError) as error:
-        raise ConfigError(f"input {name}: cannot be listed: {error}") from None
+        raise ConfigError(str(error) if str(error).startswith(what) else f"{what}: {error}") from None
 
 
 def _listed(filesystem: Any, path: str, name: str) -> list[Shard]:
