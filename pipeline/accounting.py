@@ -257,12 +257,16 @@ class ShardCheck:
                 self._faults.add(path, found, "its vector, for it has a text", REDO, kind="reason")
 
     def _check_spans(self, window: Window, rows: Positions, spans: pa.Table, quarantine: pa.Table) -> None:
-        """The chunks of a row must begin where its text does, leave no gap and reach its end."""
-        lengths = np.array([len(text or "") for text in window.texts])[rows - window.first_row]
+        """The chunks of a row leave out no letter and no digit of its text; what has no token may lie between them."""
+        texts = [window.texts[row - window.first_row] or "" for row in rows]
         begin, end = spans["start"].to_numpy(), spans["end"].to_numpy()
         is_first, is_last = np.diff(rows, prepend=-1) != 0, np.diff(rows, append=-1) != 0
         covered = np.where(is_first, 0, np.roll(end, 1))
-        wrong = (begin > covered) | (is_last & (end != lengths)) | (end > lengths) | (begin < 0)
+        lengths = np.array([len(text) for text in texts], dtype=np.int64)
+        wrong = (begin < 0) | (begin > end) | (end > lengths)
+        for at in np.flatnonzero((begin > covered) | (is_last & (end < lengths))):
+            left_out = texts[at][covered[at] : begin[at]] + (texts[at][end[at] :] if is_last[at] else "")
+            wrong[at] |= any(character.isalnum() for character in left_out)
         for at in np.flatnonzero(wrong & ~np.isin(rows, quarantine["row"].to_numpy()))[:1]:
             found = f"a chunk of row {rows[at]} from {begin[at]} to {end[at]} after {covered[at]} of {lengths[at]}"
             self._faults.add(self._output["path"], found, "chunks that cover the text", REDO, kind="spans")

@@ -2,7 +2,8 @@
 
 A chunk is a span of the text's characters, cut between words, that fits the limit whole: special tokens, prompt and all
 its own tokens, none dropped. It is embedded as the text it is, so its vector is what sentence-transformers gives for
-``text[start:end]``. Chunks cover the text without a gap, and neighbours share about ``overlap`` tokens.
+``text[start:end]``. Every token of the text is in a chunk; what may lie between two is white space. Neighbours share at
+most ``overlap`` tokens.
 
 A text that fits, and a row without text, is one chunk. Each output row says where it came from: ``row`` in the shard,
 ``chunk`` number from 0, ``start`` and ``end`` in characters.

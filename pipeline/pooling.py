@@ -114,7 +114,9 @@ class Chain:
 
     @property
     def normalizes(self) -> bool:
-        return any(type(module).__name__ == "Normalize" for module in self.after_pooling)
+        """Whether the chain's vectors are of unit length; a Dense behind a Normalize undoes it."""
+        names = [type(module).__name__ for module in self.after_pooling]
+        return next((name == "Normalize" for name in reversed(names) if name != "Dropout"), False)
 
     def vectors(self, states: Tensor, segments: Segments, after_pooling: tuple[nn.Module, ...]) -> Tensor:
         """(T, hidden) states of the transformer to (n, dim) float32 vectors."""

@@ -221,6 +221,20 @@ def test_a_dense_module_after_pooling_is_applied(tiny: Path) -> None:
     assert_same(vectors_of(loaded), reference(tiny))
 
 
+def test_normalising_is_asked_for_behind_a_chain_that_normalises_in_its_middle(tiny: Path) -> None:
+    from sentence_transformers.models import Dense
+
+    torch.manual_seed(0)
+    add_module(tiny, "Normalize")
+    Dense(32, 16).save(str(add_module(tiny, "Dense")))
+    found = vectors_of(Encoder.load(EncoderSettings(str(tiny), normalize=True)))
+    assert_same(found, reference(tiny, normalize_embeddings=True))
+    np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1, atol=1e-6)
+    plain = vectors_of(Encoder.load(EncoderSettings(str(tiny))))
+    assert_same(plain, reference(tiny))
+    assert np.abs(np.linalg.norm(plain, axis=1) - 1).max() > 1e-2
+
+
 def test_a_dense_module_on_tokens_before_pooling_is_applied(tiny: Path) -> None:
     from sentence_transformers.models import Dense
 

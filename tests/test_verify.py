@@ -25,11 +25,14 @@ from pipeline import verify as verify_module
 from pipeline.config import build_config
 from pipeline.errors import ConfigError, ModelError, Stopped
 from pipeline.ledger import Ledger, fingerprint
+from pipeline.model import ModelFolder
 from pipeline.reference import Request, compare, reference_vectors
+from pipeline.reference import embed as embed_reference
 from pipeline.run import run
 from pipeline.storage import Output
 from pipeline.verify import draw, verify
 from tests.conftest import ROOT, STAND_IN, RunCommand, SampleRun, vectors_of
+from tests.s3_server import serving
 
 ROWS = 60
 NULL_ROW, EMPTY_ROW = 7, 11
@@ -346,6 +349,11 @@ def test_counts_of_the_record_that_are_not_the_files_are_named(plain: Folder) ->
     assert "expected 60, 57 and" in fault(plain)
 
 
+def test_another_number_of_rows_than_committed_is_named(plain: Folder) -> None:
+    edit(plain / "out" / "commits" / "part-1.json", lambda record: record["output"].update(rows=57))
+    assert "embeddings/part-1.parquet: found 58 rows, expected 57 as committed" in fault(plain)
+
+
 # -- rows -----------------------------------------------------------------------------------------------------------
 
 
@@ -456,6 +464,26 @@ def test_a_run_that_does_not_normalise_may_have_any_length(plain: Folder) -> Non
     assert faults(plain) == []
 
 
+@pytest.mark.parametrize(
+    ("fields", "truncate_dim", "modules", "expected"),
+    [
+        ({"normalize": None, "dimensions": None}, None, ["Transformer", "Pooling", "Normalize"], True),
+        ({"normalize": None, "dimensions": None}, 8, ["Transformer", "Pooling", "Normalize"], False),
+        ({"normalize": None, "dimensions": 4}, 8, ["Transformer", "Pooling", "Normalize"], True),
+        ({"normalize": None, "dimensions": None}, None, ["Transformer", "Pooling"], False),
+        ({"normalize": None, "dimensions": None}, None, ["Transformer", "Pooling", "Normalize", "Dense"], False),
+        ({"normalize": True, "dimensions": None}, None, ["Transformer", "Pooling"], True),
+        ({"normalize": False, "dimensions": 4}, None, ["Transformer", "Pooling", "Normalize"], False),
+    ],
+)
+def test_unit_length_is_expected_where_the_run_normalises_last(
+    tmp_path: Path, fields: dict[str, Any], truncate_dim: int | None, modules: list[str], expected: bool
+) -> None:
+    (tmp_path / "config_sentence_transformers.json").write_text(json.dumps({"truncate_dim": truncate_dim}))
+    chain = tuple((f"sentence_transformers.models.{name}", "") for name in modules)
+    assert verify_module.is_normalized(ModelFolder("m", tmp_path, chain), fields) is expected
+
+
 # -- chunks ---------------------------------------------------------------------------------------------------------
 
 
@@ -485,6 +513,24 @@ def test_a_lost_chunk_is_found(chunked: Folder) -> None:
 def test_a_row_without_any_chunk_is_found(chunked: Folder) -> None:
     rewrite(chunked, lambda table: table.filter(pc.not_equal(table["row"], 12)))
     assert any("found neither a vector nor a quarantine line for row 12" in one for one in faults(chunked))
+
+
+def test_spaces_may_lie_between_chunks(tmp_path: Path, model_dir: str) -> None:
+    """A tokenizer that drops spaces makes no chunk of them; a letter must not be dropped."""
+    (tmp_path / "in").mkdir()
+    pq.write_table(pa.table({"id": ["x"], "text": [" a" * 40], "score": [1.0]}), tmp_path / "in" / "part-1.parquet")
+    embed(tmp_path, model_dir, long_texts="chunk", chunk_overlap=0)
+    assert faults(tmp_path) == []
+    rewrite(tmp_path, chunk_column("start", lambda starts: starts.__setitem__(1, 33)))
+    assert faults(tmp_path) == []
+    rewrite(tmp_path, chunk_column("start", lambda starts: starts.__setitem__(1, 34)))
+    assert "found a chunk of row 0 from 34 to 64 after 32 of 80, expected chunks that cover the text" in fault(tmp_path)
+
+
+def test_a_lost_end_of_a_text_is_found(chunked: Folder) -> None:
+    at = second_chunk(chunked)
+    rewrite(chunked, lambda table: table.take([row for row in range(table.num_rows) if row != at]))
+    assert any("expected chunks that cover the text" in one for one in faults(chunked))
 
 
 def test_a_gap_between_chunks_is_found(chunked: Folder) -> None:
@@ -578,6 +624,42 @@ def test_an_ids_file_that_names_other_rows_is_found(indexed: Folder, change: Cha
     edit(indexed / "out" / "index" / "index.json", lambda index: index["sha256"].update(ids=digest(path)))
     found = faults(indexed)
     assert any(one.startswith(f"index/{name}") and text in one for one in found), found
+
+
+# -- an object store ------------------------------------------------------------------------------------------------
+
+
+def test_an_output_on_an_object_store_is_proven_and_a_flipped_byte_found(
+    tmp_path: Path, model_dir: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import fsspec
+
+    make_input(tmp_path / "in")
+    with serving() as server:
+        settings = {
+            "ENDPOINT_URL": server.url,
+            "ACCESS_KEY_ID": "x",
+            "SECRET_ACCESS_KEY": "x",
+            "DEFAULT_REGION": "us-east-1",
+        }
+        for name, value in settings.items():
+            monkeypatch.setenv(f"AWS_{name}", value)
+        store = fsspec.filesystem("s3", skip_instance_cache=True)
+        store.mkdir("verified")
+        embed(tmp_path, model_dir, output="s3://verified/out", index="auto")
+        certificate = verify("s3://verified/out")
+        assert certificate["faults"] == []
+        assert certificate["checked"]["vectors"] == 174
+        store.invalidate_cache()
+        assert json.loads(store.cat_file("verified/out/certificate.json")) == certificate
+        raw = bytearray(store.cat_file("verified/out/embeddings/part-1.parquet"))
+        raw[len(raw) // 3] ^= 0xFF
+        store.pipe_file("verified/out/embeddings/part-1.parquet", bytes(raw))
+        store.rm_file("verified/out/commits/part-0.json")
+        found = verify("s3://verified/out")["faults"]
+        assert "in/part-0.parquet: found no commit record of it" in found[0]
+        assert any(one.startswith("embeddings/part-1.parquet: found sha256") for one in found)
+        assert any("found a stale index of 174 vectors in 3 shards" in one for one in found)
 
 
 # -- parity ---------------------------------------------------------------------------------------------------------
@@ -689,6 +771,19 @@ def test_a_model_folder_that_does_not_load_is_told_in_one_line(tmp_path: Path) -
     with pytest.raises(ModelError, match="gives no reference vectors") as error:
         reference_vectors(Request(str(tmp_path), "cpu", ["text"]))
     assert "\n" not in str(error.value)
+
+
+def test_a_model_that_does_not_fit_the_device_in_float32_runs_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    def too_large(request: Request, device: str) -> Any:
+        if device != "cpu":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return np.ones((1, 3), np.float32)
+
+    monkeypatch.setattr("pipeline.reference._embed", too_large)
+    vectors, made_by = embed_reference(Request("model", "cuda:0", ["text"]))
+    assert (vectors.shape, made_by["device"]) == ((1, 3), "cpu")
 
 
 # -- the command ----------------------------------------------------------------------------------------------------
