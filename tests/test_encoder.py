@@ -212,7 +212,7 @@ def test_a_length_limit_beyond_the_positions_is_refused() -> None:
 
 
 def test_a_dense_module_after_pooling_is_applied(tiny: Path) -> None:
-    from sentence_transformers.models import Dense
+    from sentence_transformers.sentence_transformer.modules import Dense
 
     torch.manual_seed(0)
     Dense(32, 16).save(str(add_module(tiny, "Dense", at=2)))
@@ -222,7 +222,7 @@ def test_a_dense_module_after_pooling_is_applied(tiny: Path) -> None:
 
 
 def test_normalising_is_asked_for_behind_a_chain_that_normalises_in_its_middle(tiny: Path) -> None:
-    from sentence_transformers.models import Dense
+    from sentence_transformers.sentence_transformer.modules import Dense
 
     torch.manual_seed(0)
     add_module(tiny, "Normalize")
@@ -236,7 +236,7 @@ def test_normalising_is_asked_for_behind_a_chain_that_normalises_in_its_middle(t
 
 
 def test_a_dense_module_on_tokens_before_pooling_is_applied(tiny: Path) -> None:
-    from sentence_transformers.models import Dense
+    from sentence_transformers.sentence_transformer.modules import Dense
 
     torch.manual_seed(0)
     Dense(32, 24, module_input_name="token_embeddings").save(str(add_module(tiny, "Dense", at=1)))
@@ -247,7 +247,7 @@ def test_a_dense_module_on_tokens_before_pooling_is_applied(tiny: Path) -> None:
 
 
 def test_layer_norm_and_dropout_are_applied_as_in_evaluation(tiny: Path) -> None:
-    from sentence_transformers.models import Dropout, LayerNorm
+    from sentence_transformers.sentence_transformer.modules import Dropout, LayerNorm
 
     Dropout(0.5).save(str(add_module(tiny, "Dropout")))
     LayerNorm(32).save(str(add_module(tiny, "LayerNorm")))

@@ -189,6 +189,12 @@ def test_another_model_is_refused_and_the_same_model_elsewhere_is_not(
     (copy / "1_Pooling" / "config.json").write_text(json.dumps({**config, "pooling_mode_max_tokens": True}))
     with pytest.raises(ConfigError, match="model-modules is"):
         embed(corpus, tmp_path / "out", str(copy))
+    (copy / "1_Pooling" / "config.json").write_text(json.dumps(config))
+    weights = bytearray((copy / "model.safetensors").read_bytes())
+    weights[-1] ^= 1  # one bit of one weight
+    (copy / "model.safetensors").write_bytes(weights)
+    with pytest.raises(ConfigError, match="model-weights is"):
+        embed(corpus, tmp_path / "out", str(copy))
 
 
 def test_bad_shards_fail_alone_and_the_exit_code_says_so(corpus: Path, tmp_path: Path, model_dir: str) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from pipeline.verify import verify
 from tests.conftest import ROOT, read_output, write_shard
 from tests.test_run import digests, embed
 
@@ -47,6 +48,8 @@ def test_two_hundred_kills_leave_the_bytes_of_an_undisturbed_run(tmp_path: Path,
     assert digests(tmp_path / "out") == digests(tmp_path / "calm")
     assert list((tmp_path / "out").rglob("*.tmp")) == []
     assert read_output(tmp_path / "out").num_rows == 60 * 30
+    certificate = verify(str(tmp_path / "out"))
+    assert (certificate["ok"], certificate["faults"]) == (True, [])
 
 
 def take_back(output: Path, rng: random.Random) -> None:
