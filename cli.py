@@ -5,9 +5,11 @@ What is heavy is imported inside the commands, so that ``--help`` answers at onc
 
 from __future__ import annotations
 
+import inspect
 import json
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -83,6 +85,62 @@ def run(
     raise typer.Exit(report.exit_code)
 
 
+def options_of_run(*without: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the arguments and options of ``run`` before its own, as ``**options``."""
+
+    def extend(command: Callable[..., None]) -> Callable[..., None]:
+        own = parameters(command)
+        own.pop("options")
+        shared = [value for name, value in parameters(run).items() if name not in (*without, *own)]
+        shared = [value.replace(kind=inspect.Parameter.KEYWORD_ONLY) for value in shared]
+        command.__signature__ = inspect.Signature([*shared, *own.values()])  # type: ignore[attr-defined]
+        command.__annotations__ = {**run.__annotations__, **command.__annotations__}
+        return command
+
+    def parameters(command: Callable[..., None]) -> dict[str, inspect.Parameter]:
+        return dict(inspect.signature(command, eval_str=True).parameters)  # evaluated: typer reads the annotations
+
+    return extend
+
+
+@app.command("plan")
+@options_of_run("prune", "verify")
+def plan_command(
+    *,
+    price_per_hour: Annotated[float | None, typer.Option(help="of the machine, all devices: adds the cost")] = None,
+    as_json: Json = False,
+    progress: Progress = "auto",
+    **options: Any,
+) -> None:
+    """Say what 'run' would take, from a sample: tokens, time, cost, memory, disk, index. Embeds nothing.
+
+    With --output the plan is also written there, as plan.json, and the run compares itself with it.
+    """
+    stop_on_sigterm()
+    with errors():
+        from pipeline.config import build_config
+        from pipeline.errors import EXIT_DATA, EXIT_OK
+        from pipeline.plan import describe_plan, make_plan
+        from pipeline.progress import make_display
+
+        job, save = options.pop("job"), options["output"] is not None
+        # Without an output there is none to leave out of the input: nothing lies below os.devnull.
+        config = build_config(job, {"input": options.pop("inputs"), **options}, {"output": os.devnull})
+        plan = make_plan(config, make_display(progress), price_per_hour=price_per_hour, save=save)
+        for warning in plan.warnings:
+            print(f"warning: {warning}", file=sys.stderr)
+        if as_json:
+            print(json.dumps(plan.to_dict(), indent=2, ensure_ascii=False))
+        else:
+            for name, text in describe_plan(plan):
+                print(f"{name:<10}{text}")
+        for shard in plan.bad:
+            reason = shard["reason"]
+            named = reason if reason.startswith(shard["shard"]) else f"{shard['shard']}: {reason}"
+            print(f"embed-corpus: {named}", file=sys.stderr)
+    raise typer.Exit(EXIT_DATA if plan.bad else EXIT_OK)
+
+
 @app.command("index")
 def index_command(
     directory: Annotated[str, typer.Argument(metavar="DIR", help="the --output folder of a run")],
@@ -122,6 +180,43 @@ def verify_command(
         print(json.dumps(certificate, indent=2, ensure_ascii=False) if as_json else describe_certificate(certificate))
         show_faults(certificate)
     raise typer.Exit(EXIT_OK if certificate["ok"] else EXIT_DATA)
+
+
+@app.command("bench")
+def bench_command(
+    inputs: Annotated[list[str], typer.Argument(metavar="INPUT...", help="Parquet file, folder or glob")],
+    model: Annotated[str, typer.Option(help="sentence-transformers folder, or an id in the hub cache")],
+    text_column: Annotated[str, typer.Option(help="column to embed; a dotted path reaches into a struct")] = "text",
+    against: Annotated[str, typer.Option(help="sentence-transformers, or none")] = "sentence-transformers",
+    rounds: Annotated[int, typer.Option(min=1, help="how often each takes its turn")] = 3,
+    rows: Annotated[int | None, typer.Option(min=1, help="of each shard in proportion; default: all")] = None,
+    batch_sizes: Annotated[str, typer.Option(help="of sentence-transformers; a process each")] = "32,8,16,64",
+    plot: Annotated[str | None, typer.Option(metavar="FILE.png", help="a bar chart; needs matplotlib")] = None,
+    as_json: Json = False,
+    progress: Progress = "auto",
+) -> None:
+    """Measure tokens/s here, beside sentence-transformers and the machine's limits. Leave it alone meanwhile."""
+    stop_on_sigterm()
+    with errors():
+        from pipeline.bench import BenchConfig, bench, check_plot, parse_batch_sizes
+        from pipeline.bench_report import plot as write_plot
+        from pipeline.bench_report import tables
+        from pipeline.progress import make_display
+
+        config = BenchConfig(inputs, model, text_column, against, rounds, rows, parse_batch_sizes(batch_sizes))
+        if plot is not None:
+            check_plot(plot)
+        document = bench(config, make_display(progress).line)
+        if plot is not None:
+            write_plot(document, plot)
+        if as_json:
+            print(json.dumps(document, indent=2, ensure_ascii=False))
+            return
+        from rich.console import Console
+
+        console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 120)
+        for part in tables(document):
+            console.print(part, soft_wrap=isinstance(part, str))
 
 
 @app.command()

@@ -106,12 +106,13 @@ def read_job(path: str) -> dict[str, Any]:
     return job
 
 
-def build_config(job: str | None, options: Mapping[str, Any]) -> RunConfig:
+def build_config(job: str | None, options: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> RunConfig:
     """The checked configuration of a job file and the options given beside it.
 
     Args:
         job: path of a job file, or None.
         options: what was given explicitly; None means 'not given'.
+        defaults: for what neither gives.
 
     Raises:
         ConfigError: a value is missing, of the wrong kind, or contradicts another; the message names the option.
@@ -124,7 +125,7 @@ def build_config(job: str | None, options: Mapping[str, Any]) -> RunConfig:
     if "prompt_name" in given:
         file.pop("prompt", None)
     try:
-        return RunConfig(**{**file, **given})
+        return RunConfig(**{**(defaults or {}), **file, **given})
     except ValidationError as error:
         raise ConfigError("; ".join(_explain(e) for e in error.errors())) from None
 

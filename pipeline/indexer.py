@@ -125,7 +125,7 @@ class _Built:
 def _build(corpus: Corpus, factory: str, min_recall: float, say: Say) -> _Built:
     seconds: dict[str, float] = {}
     key = corpus.id_field()
-    plan = _auto(corpus.num_vectors) if factory == "auto" else _explicit(factory, corpus.num_vectors)
+    plan = plan_index(factory, corpus.num_vectors)
     _made(plan.factory, corpus.dim)  # a wrong factory is told before a long read, not after it
     warn = plan.warnings.append
     if corpus.num_lost:
@@ -162,6 +162,15 @@ class _Plan:
     factory: str
     num_train: int
     warnings: list[str] = field(default_factory=list)
+
+
+def plan_index(requested: str, num_vectors: int) -> _Plan:
+    """The factory, and how many vectors it trains on; faiss is not needed for that.
+
+    Raises:
+        ConfigError: the factory cannot keep row ids.
+    """
+    return _auto(num_vectors) if requested == "auto" else _explicit(requested, num_vectors)
 
 
 def _auto(num_vectors: int) -> _Plan:

@@ -242,10 +242,15 @@ class Pool:
 
 
 class QueryWorker:
-    """A worker that embeds queries, started at the first one and kept."""
+    """A worker that answers single requests, such as queries to embed; started at the first one and kept.
+
+    Attributes:
+        ready: what the worker said when the model was loaded; empty before.
+    """
 
     def __init__(self, device: str, settings: WorkerSettings, cores: int) -> None:
         self._device, self._settings, self._cores = device, settings, cores
+        self.ready: dict[str, Any] = {}
         self._events: queue.Queue[tuple[WorkerProcess, Any]] = queue.Queue()
         self._worker: WorkerProcess | None = None
 
@@ -255,18 +260,32 @@ class QueryWorker:
 
         import numpy as np
 
+        answer = self.ask(do="queries", texts=list(texts))
+        return np.frombuffer(base64.b64decode(answer["data"]), dtype=np.float32).reshape(len(texts), answer["dim"])
+
+    def start(self) -> None:
+        """Start the process and wait until its model is loaded; does nothing when it is.
+
+        Raises:
+            ConfigError: the model cannot be loaded as asked.
+            Stopped: the process died.
+        """
         if self._worker is None:
             self._worker = WorkerProcess(self._device, self._settings, self._cores, self._events)
-            self._answer(self._worker)
-        self._worker.send(do="queries", texts=list(texts))
-        answer = self._answer(self._worker)
-        return np.frombuffer(base64.b64decode(answer["data"]), dtype=np.float32).reshape(len(texts), answer["dim"])
+            self.ready = self._answer(self._worker)
+
+    def ask(self, **request: Any) -> dict[str, Any]:
+        """Send a request and wait for its answer; raises as ``start`` does."""
+        self.start()
+        assert self._worker is not None
+        self._worker.send(**request)
+        return self._answer(self._worker)
 
     def _answer(self, worker: WorkerProcess) -> dict[str, Any]:
         _, message = self._events.get()
         if message is None:
             self._worker = None
-            raise Stopped(f"the query worker {worker.cause_of_death()}")
+            raise Stopped(f"the worker on {self._device} {worker.cause_of_death()}")
         if message["event"] == "error":
             if message["exit_code"] == EXIT_CONFIG:
                 raise ConfigError(message["message"])

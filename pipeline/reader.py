@@ -6,12 +6,14 @@ the shard's length nor its row groups. Every row of the shard appears in exactly
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from pipeline.errors import ShardError
 from pipeline.records import Shard, Window
@@ -34,21 +36,55 @@ def read_windows(shard: Shard, columns: Columns, id_name: str) -> Iterator[Windo
     Raises:
         ShardError: the file is damaged or not what its footer said; the message names the shard.
     """
-    try:
-        with open_parquet(shard.path) as file:
-            check_columns(file.schema_arrow, columns, shard.partitions)
-            pending: list[pa.Table] = []
-            rows = size = first_row = 0
-            for table in _tables(file, shard, columns, id_name, first_row=0):
-                pending.append(table)
-                rows += table.num_rows
-                size += table.nbytes
-                if rows >= WINDOW_ROWS or size >= WINDOW_BYTES:
-                    yield _window(pending, first_row)
-                    first_row += rows
-                    pending, rows, size = [], 0, 0
-            if rows:
+    with _errors_of(shard), open_parquet(shard.path) as file:
+        check_columns(file.schema_arrow, columns, shard.partitions)
+        pending: list[pa.Table] = []
+        rows = size = first_row = 0
+        for table in _tables(file, shard, columns, id_name, first_row=0):
+            pending.append(table)
+            rows += table.num_rows
+            size += table.nbytes
+            if rows >= WINDOW_ROWS or size >= WINDOW_BYTES:
                 yield _window(pending, first_row)
+                first_row += rows
+                pending, rows, size = [], 0, 0
+        if rows:
+            yield _window(pending, first_row)
+
+
+def read_texts(shard: Shard, columns: Columns, row_group: int, rows: NDArray[np.int64]) -> list[str | None]:
+    """Single texts of one row group, which is read as a stream up to the last of them.
+
+    Args:
+        shard, columns: as above.
+        row_group: number of the group.
+        rows: (n,) ascending positions in the group.
+
+    Returns:
+        n texts; None where there is none to embed.
+
+    Raises:
+        ShardError: as above.
+    """
+    found: list[str | None] = []
+    with _errors_of(shard), open_parquet(shard.path) as file:
+        size = _rows_at_once(file, [columns.text])
+        first_row = 0
+        for batch in file.iter_batches(size, row_groups=[row_group], columns=[columns.text], use_threads=False):
+            if len(found) == len(rows):
+                break
+            here = rows[len(found) : np.searchsorted(rows, first_row + batch.num_rows)] - first_row
+            text, _ = _as_text(_column(batch, columns.text, shard).take(pa.array(here)))
+            found.extend(text.to_pylist())
+            first_row += batch.num_rows
+    return found
+
+
+@contextlib.contextmanager
+def _errors_of(shard: Shard) -> Iterator[None]:
+    """Whatever reading raises is a ShardError that names the shard."""
+    try:
+        yield
     except ShardError as error:
         raise ShardError(f"{shard.path}: {error}") from None
     except (ConnectionError, PermissionError) as error:  # of an object store, and it names the shard

@@ -99,6 +99,7 @@ def run(config: RunConfig, display: Display | None = None, *, stand_in: str | No
                 report.index = build_index(output, config.index, display)
             except IndexingError as error:  # the vectors are safe; the report must still be shown
                 report.add_failure("index", "bad", str(error))
+        compare_with_plan(report, output, fingerprint, time.perf_counter() - start)
     if config.verify:
         report.certificate = prove(output, display)
     report.wall_s = time.perf_counter() - start
@@ -225,6 +226,15 @@ def described(config: RunConfig, model: ModelFolder, encoder: EncoderSettings) -
     query = {"path": str(model.path), "name": model.name, "query_prompt": model.query_prompt(), "dtype": encoder.dtype}
     inputs = [name if "://" in name else os.path.abspath(name) for name in config.input]
     return {**config.model_dump(), "input": inputs}, query
+
+
+def compare_with_plan(report: RunReport, output: Storage, fingerprint: str, took_s: float) -> None:
+    """Only a run that did all that was planned can be compared."""
+    from pipeline.plan import planned  # here: it resolves the options as this page does
+
+    plan = planned(output, fingerprint)
+    if plan is not None and report.shards_done and not report.shards_skipped and not report.counts.reused:
+        report.planned = {**plan, "took_s": round(took_s, 3)}
 
 
 def prove(output: Storage, display: Display) -> dict[str, Any]:

@@ -103,6 +103,7 @@ class RunReport:
         shards: commit records of this run.
         index: the published index, or None.
         certificate: what ``--verify`` found, or None.
+        planned: ``tokens`` and ``seconds`` that ``plan --output`` expected, beside ``took_s``; None without a plan.
         retries: units that were given out again after their worker was lost.
         warnings: what a person should know.
     """
@@ -129,6 +130,7 @@ class RunReport:
     shards: list[dict[str, Any]] = field(default_factory=list)
     index: dict[str, Any] | None = None
     certificate: dict[str, Any] | None = None
+    planned: dict[str, float] | None = None
     warnings: list[str] = field(default_factory=list)
 
     @property
@@ -207,7 +209,13 @@ class RunReport:
         if self.shards_failed:
             parts.append(f"{self.shards_failed} failed")
         parts.append(f"{self.counts.tokens:,} tokens in {self.encode_wall_s:.1f} s ({self.tokens_per_s:,.0f} tokens/s)")
-        return ", ".join(parts)
+        return ", ".join(parts) + self._beside_plan()
+
+    def _beside_plan(self) -> str:
+        plan = self.planned
+        if plan is None:
+            return ""
+        return f"; planned {plan['tokens']:,.0f} tokens in {plan['seconds']:,.1f} s, took {plan['took_s']:,.1f} s"
 
 
 SHARD_COLUMNS = (

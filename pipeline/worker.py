@@ -4,9 +4,9 @@ A shard goes through reader → tokenizer → batcher → encoder → writer →
 messages. When stdin ends the coordinator is gone and the process exits at once, whatever it is doing: nothing that is
 half done counts.
 
-    requests   setup {settings} · shard {shard} · queries {texts} · stop
+    requests   setup {settings} · shard {shard} · queries {texts} · calibrate {texts, window_rows} · stop
     answers    ready {dim, …} · progress {key, rows, tokens} · done {record} · bad {key, message}
-               vectors {data} · error {message, exit_code, trace}
+               vectors {data} · calibrated {lengths, timed, …} · error {message, exit_code, trace}
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from pipeline import batcher, telemetry
+from pipeline.calibration import calibrate
 from pipeline.chunker import Chunker, with_chunk_columns
 from pipeline.errors import EXIT_BUG, EmbedCorpusError, ShardError, one_line
 from pipeline.ledger import Ledger, is_of
@@ -212,6 +213,12 @@ class Worker:
             vectors[batch.texts] = self._encoder.encode(batch)
         return vectors
 
+    def calibrate(self, texts: list[str | None], window_rows: int) -> dict[str, Any]:
+        """Lengths and cost of a sample, for a plan."""
+        budget = self._settings.max_batch_tokens
+        measured = calibrate(self._encoder, self._tokenizer, self._chunker, texts, window_rows, budget)
+        return {**measured, "peak_memory_bytes": telemetry.peak_memory_bytes()}
+
 
 def load_encoder(settings: WorkerSettings) -> AnyEncoder:
     if settings.stand_in is not None:
@@ -283,6 +290,9 @@ def main() -> int:
                 assert worker is not None
                 vectors = worker.embed_queries(request["texts"])
                 say("vectors", dim=vectors.shape[1], data=base64.b64encode(vectors.tobytes()).decode("ascii"))
+            elif request["do"] == "calibrate":
+                assert worker is not None
+                say("calibrated", **worker.calibrate(request["texts"], request["window_rows"]))
             elif request["do"] == "stop":
                 return 0
         except EmbedCorpusError as error:

@@ -22,7 +22,10 @@ MIX = np.random.default_rng(7).standard_normal((len(LETTERS) + 1, DIM)).astype(n
 
 
 class StandIn:
-    """Sums one random row of ``MIX`` a token and normalises. ``STAND_IN_SECONDS`` slows each batch down."""
+    """Sums one random row of ``MIX`` a token and normalises.
+
+    ``STAND_IN_SECONDS`` slows each batch down, ``STAND_IN_SECONDS_PER_TOKEN`` each token.
+    """
 
     dim, attention, attention_reason, dtype, num_parameters, padded = DIM, "grouped", "", "float32", 0, False
 
@@ -30,6 +33,7 @@ class StandIn:
         self.device = settings.device
         self._prompt = settings.prompt
         self._seconds = float(os.environ.get("STAND_IN_SECONDS", "0"))
+        self._seconds_per_token = float(os.environ.get("STAND_IN_SECONDS_PER_TOKEN", "0"))
 
     def tokenizer_spec(self) -> TokenizerSpec:
         vocabulary = {"[UNK]": 0, **{letter: number for number, letter in enumerate(LETTERS, 1)}}
@@ -46,7 +50,7 @@ class StandIn:
         )
 
     def encode(self, batch: Batch) -> NDArray[np.float32]:
-        time.sleep(self._seconds)
+        time.sleep(self._seconds + self._seconds_per_token * batch.num_tokens)
         sums = np.add.reduceat(MIX[batch.input_ids], batch.cu_seqlens[:-1], axis=0)
         return (sums / np.linalg.norm(sums, axis=1, keepdims=True)).astype(np.float32)
 

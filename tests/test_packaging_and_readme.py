@@ -54,8 +54,9 @@ def test_every_option_of_the_readme_exists_and_every_option_is_in_the_readme(com
         "--job", "--output", "--model", "--no-normalize", "--no-trust-remote-code",
     }  # fmt: skip
     everywhere = set(re.findall(r"--[a-z][a-z-]+", README))
-    other_tools = {"--rounds", "--batch-sizes", "--threads"}
-    assert everywhere <= offered | other_tools | {"--help"}
+    bench = set(re.findall(r"--[a-z][a-z-]+", command("bench", "--help").stdout))
+    plan = set(re.findall(r"--[a-z][a-z-]+", command("plan", "--help").stdout))
+    assert everywhere <= offered | bench | plan
 
 
 def test_every_option_of_the_command_is_a_field_of_the_job_file(command: RunCommand) -> None:
