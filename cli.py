@@ -251,7 +251,7 @@ def show_report(report: RunReport, as_json: bool) -> None:
 
     for warning in report.warnings:
         print(f"warning: {warning}", file=sys.stderr)
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 120)
     if report.shards:
         table = Table(box=None, pad_edge=False)
         for name in SHARD_COLUMNS:

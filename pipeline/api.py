@@ -7,6 +7,7 @@ needed, and neither torch nor CUDA enters the caller.
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -108,7 +109,10 @@ def open_index(output: str | os.PathLike[str], *, verify: bool = True) -> Corpus
 
 
 class LazyQueries:
-    """Embeds queries as the run of an output embedded its documents; loads the model at the first query."""
+    """Embeds queries as the run of an output embedded its documents; loads the model at the first query.
+
+    The process with the model ends when this object is no longer used.
+    """
 
     def __init__(self, output: Storage) -> None:
         self._output = output
@@ -118,6 +122,7 @@ class LazyQueries:
         """(n, dim) float32."""
         if self._worker is None:
             self._worker = query_worker(self._output)
+            weakref.finalize(self, self._worker.close)  # the process goes when the index does
         return self._worker.embed(texts)
 
 

@@ -71,6 +71,8 @@ class RunConfig(BaseModel):
     def _one_prompt(self) -> RunConfig:
         if self.prompt is not None and self.prompt_name is not None:
             raise ValueError("prompt and prompt-name exclude each other: give one")
+        if self.chunk_overlap is not None and self.long_texts != "chunk":
+            raise ValueError("--chunk-overlap goes with --long-texts chunk: give both or neither")
         return self
 
 
@@ -94,6 +96,8 @@ def read_job(path: str) -> dict[str, Any]:
         raise ConfigError(f"--job {path}: cannot be read ({error.strerror}); expected a YAML file of options") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"--job {path}: not YAML: {' '.join(str(error).split())}") from None
+    if document is None:
+        raise ConfigError(f"--job {path}: the file is empty; expected 'option: value' lines")
     if not isinstance(document, Mapping):
         raise ConfigError(f"--job {path}: found a {type(document).__name__}, expected 'option: value' lines")
     known = list(RunConfig.model_fields)

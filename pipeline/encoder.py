@@ -258,7 +258,7 @@ class Encoder:
         positions = _num_positions(self._model, self._position_padding_idx)
         asked = self._settings.max_length
         if asked is not None and positions is not None and asked > positions:
-            raise ModelError(f"max_length is {asked}, but the model has only {positions} positions")
+            raise ModelError(f"--max-length {asked}: the model has only {positions} positions; give at most that")
         limit = limit if asked is None else asked
         if positions is not None:
             limit = positions if limit is None else min(limit, positions)
@@ -277,7 +277,7 @@ class Encoder:
     def _check_dimensions(self) -> int:
         wanted = self._finish.dimensions
         if self._settings.dimensions is not None and not 1 <= self._settings.dimensions <= self._probe_dim:
-            raise ModelError(f"dimensions is {wanted}, but the model gives vectors of {self._probe_dim}")
+            raise ModelError(f"--dimensions {wanted}: the model gives vectors of {self._probe_dim}; give at most that")
         return self._probe_dim if wanted is None else min(wanted, self._probe_dim)
 
     # -- the gate ------------------------------------------------------------------------------------------------

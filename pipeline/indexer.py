@@ -288,7 +288,8 @@ def _writing(store: Storage) -> Iterator[dict[str, Path]]:
         ) from error
     finally:
         for path in files.values():
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # a folder that cannot be written: the error above says so
+                path.unlink(missing_ok=True)
 
 
 def _reopened(built: _Built, path: Path) -> dict[str, float]:
@@ -347,11 +348,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("output")
     parser.add_argument("--factory", default="auto")
     parser.add_argument("--min-recall", type=float, default=0.95)
+    parser.add_argument("--check-dim", type=int, help="build nothing, only see whether FAISS can make the factory")
     options = parser.parse_args(arguments)
     say = functools.partial(print, file=sys.stderr, flush=True)
     # Read by OpenMP when FAISS is loaded, so before it.
     os.environ.setdefault("OMP_NUM_THREADS", str(available_cores()))
     try:
+        if options.check_dim:
+            _made(_explicit(options.factory, 1).factory, options.check_dim)
+            print("{}")
+            return 0
         document = build_index(options.output, options.factory, min_recall=options.min_recall, progress=say)
     except EmbedCorpusError as error:
         print(f"error: {one_line(error)}", file=sys.stderr)

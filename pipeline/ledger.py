@@ -141,6 +141,8 @@ def read_run(output: str | Storage) -> dict[str, Any]:
     """
     place = open_output(output) if isinstance(output, str) else output
     document = place.read_json(RUN_FILE)
+    if not isinstance(document, dict) and place.size(RUN_FILE) is not None:
+        raise ConfigError(f"{place.root}/{RUN_FILE}: cannot be read; run the same command again to rewrite it")
     if not isinstance(document, dict):
         raise ConfigError(f"{place.root}: no {RUN_FILE} here; expected the --output folder of 'embed-corpus run'")
     return document

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TextIO
 
+from pipeline.errors import ConfigError
 from pipeline.pool import Event
 from pipeline.records import Shard
 
@@ -159,9 +160,14 @@ class RichDisplay:
 
         tally = Tally(shards)
         bar = Progress(
-            TextColumn("{task.description}"), BarColumn(bar_width=None), TextColumn("{task.percentage:>3.0f} %"),
-            TextColumn("{task.fields[facts]}"), TimeElapsedColumn(), console=self._console, transient=True,
-        )  # fmt: skip
+            TextColumn("{task.description}", markup=False),  # a shard's name may hold brackets
+            BarColumn(bar_width=None),
+            TextColumn("{task.percentage:>3.0f} %"),
+            TextColumn("{task.fields[facts]}"),
+            TimeElapsedColumn(),
+            console=self._console,
+            transient=True,
+        )
         with bar:
             task = bar.add_task("loading the model", total=1.0, facts="")
 
@@ -200,6 +206,8 @@ def describe(event: Event) -> str:
 
 def make_display(kind: str) -> Display:
     """``auto`` (a bar in a terminal, lines elsewhere), ``rich``, ``plain`` or ``none``."""
+    if kind not in ("auto", "rich", "plain", "none"):
+        raise ConfigError(f"--progress: found '{kind}'; expected auto, rich, plain or none")
     if kind == "none":
         return NoDisplay()
     if kind == "rich" or (kind == "auto" and sys.stderr.isatty()):

@@ -89,10 +89,10 @@ def run(config: RunConfig, display: Display | None = None, *, stand_in: str | No
             shards_skipped=len(checked.shards) - len(todo),
             warnings=warnings,
         )
-        if config.devices == "auto" and devices == ["cpu"]:
+        if config.devices == "auto" and devices == ["cpu"] and todo:
             report.warnings.append("no GPU found: running on the CPU")
         note_removed(report, Ledger(output), checked, prune=config.prune)
-        embed(todo, checked, devices, settings, report, display)
+        embed(todo, checked, devices, settings, config.index, report, display)
         add_totals(report, output)
         if config.index != "none" and report.total_rows_out:
             try:
@@ -111,6 +111,7 @@ def embed(
     checked: Checked,
     devices: Sequence[str],
     settings: WorkerSettings,
+    factory: str,
     report: RunReport,
     display: Display,
 ) -> None:
@@ -123,8 +124,10 @@ def embed(
     with display.embedding(todo) as show, Pool(devices, settings, available_cores()) as pool:
         for event in pool.process(todo):
             if event.kind == "ready":
-                start = time.perf_counter() if not report.dim else start
-                note_encoder(report, event)
+                if not report.dim:
+                    start = time.perf_counter()
+                    note_encoder(report, event)
+                    check_factory(settings.output, factory, report.dim, display)
             elif event.kind == "done":
                 assert event.values is not None
                 report.add_shard(event.values)
@@ -258,13 +261,32 @@ def add_totals(report: RunReport, output: Storage) -> None:
         report.dim = report.dim or record["output"]["dim"]
 
 
+def check_factory(output: str, factory: str, dim: int, display: Display) -> None:
+    """Find out before hours of work that an index cannot be made.
+
+    Raises:
+        ConfigError: FAISS does not know the factory, or not for this many dimensions.
+    """
+    if factory not in ("auto", "none"):
+        run_indexer([output, "--factory", factory, "--check-dim", str(dim)], display)
+
+
 def build_index(output: Storage, factory: str, display: Display) -> dict[str, Any]:
-    """Build or reuse the index in a process of its own: faiss and torch never share one.
+    """Build or reuse the index; returns the content of index.json.
 
     Raises:
         EmbedCorpusError: as the indexer said.
     """
-    command = [sys.executable, "-m", "pipeline.indexer", str(output.root), "--factory", factory]
+    return run_indexer([str(output.root), "--factory", factory], display)
+
+
+def run_indexer(arguments: list[str], display: Display) -> dict[str, Any]:
+    """The indexer in a process of its own: faiss and torch never share one. Returns what it prints.
+
+    Raises:
+        EmbedCorpusError: as the indexer said.
+    """
+    command = [sys.executable, "-m", "pipeline.indexer", *arguments]
     lines: list[str] = []
     environment = child_environment(available_cores())
     with subprocess.Popen(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import html
+import shlex
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -92,10 +93,10 @@ def open_index(output: str, *, encoder: EncodeQueries | None = None, verify: boo
         ConfigError: there is no index, it is damaged, or it was built from vectors of another configuration.
     """
     store = open_output(output)
+    expected = ledger.read_run(store)["fingerprint"]
     document = store.read_json("index/index.json")
     if not isinstance(document, dict) or document.get("version") != VERSION:
         raise ConfigError(f"{store.root}: no index here; {_rebuild(store)}")
-    expected = ledger.read_run(store)["fingerprint"]
     if document["fingerprint"] != expected:
         raise ConfigError(
             f"{store.root}: the index was built from vectors with fingerprint {document['fingerprint']}, "
@@ -107,7 +108,7 @@ def open_index(output: str, *, encoder: EncodeQueries | None = None, verify: boo
 
 
 def _rebuild(store: Storage) -> str:
-    return f"run `embed-corpus index {store.root}`"
+    return f"run `embed-corpus index {shlex.quote(str(store.root))}`"
 
 
 def _check_file(store: Storage, document: dict[str, Any], what: str, verify: bool) -> None:

@@ -87,7 +87,7 @@ class Failure:
     reason: str
 
 
-@dataclass
+@dataclass(repr=False)
 class RunReport:
     """What a run did. ``rows == rows_out + quarantined`` over all finished shards, those of earlier runs included.
 
@@ -184,6 +184,9 @@ class RunReport:
             )
             for record in self.shards
         ]
+
+    def __repr__(self) -> str:
+        return self.sentence()
 
     def _repr_html_(self) -> str:
         from html import escape

@@ -192,7 +192,7 @@ class Tokenizer:
         num_special = len(self._prefix) + len(self._suffix)
         if self.spec.max_length <= num_special:
             raise ModelError(
-                f"max_length is {self.spec.max_length}, but {num_special} tokens are special ones; "
+                f"--max-length {self.spec.max_length}: {num_special} tokens are special ones; "
                 f"give at least {num_special + 1}"
             )
         return self.spec.max_length - num_special

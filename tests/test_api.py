@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 import pipeline
@@ -39,6 +41,16 @@ def test_search_answers_texts_and_vectors_alike(output: Path) -> None:
     assert "<table>" in result._repr_html_()
     own = vectors_of(read_output(output))
     assert [hits[0]["id"] for hits in index.search(own, k=1).to_list()] == ["x-0", "x-1", "x-2", "x-3"]
+
+
+def test_the_query_process_ends_with_the_index(output: Path) -> None:
+    before = {child.pid for child in psutil.Process().children()}
+    index = open_index(output)
+    index.search(["a boat"], k=1)
+    [worker] = [child for child in psutil.Process().children() if child.pid not in before]
+    del index
+    gc.collect()
+    assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
 
 
 def test_a_query_gets_the_vector_of_the_same_document(output: Path, model_dir: str) -> None:

@@ -155,8 +155,8 @@ def test_memory_is_that_of_the_whole_process_tree() -> None:
     assert taken.answer == {}
     assert taken.peak_bytes is not None and taken.peak_bytes > 64 << 20
     assert taken.wall_s > 0.5
-    resident = psutil.Process().memory_info().rss
-    assert tree_bytes(os.getpid()) == pytest.approx(resident, rel=0.2)
+    # At least this process: others of the test run may still have children of their own.
+    assert tree_bytes(os.getpid()) >= 0.8 * psutil.Process().memory_info().rss
     assert tree_bytes(2**22 + 1) == 0
 
 

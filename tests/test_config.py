@@ -80,3 +80,13 @@ def test_a_job_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str) -> 
 def test_a_missing_job_file_is_named() -> None:
     with pytest.raises(ConfigError, match=r"--job /no/such\.yaml: cannot be read"):
         build_config("/no/such.yaml", {})
+
+
+def test_an_overlap_without_chunks_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--chunk-overlap goes with --long-texts chunk"):
+        build_config(None, {**GIVEN, "chunk_overlap": 3})
+
+
+def test_an_empty_job_file_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="the file is empty"):
+        build_config(job(tmp_path, "# nothing yet"), {})

@@ -6,6 +6,7 @@ import io
 
 import pytest
 
+from pipeline.errors import ConfigError
 from pipeline.pool import Event
 from pipeline.progress import NoDisplay, PlainDisplay, RichDisplay, Tally, clock, make_display
 from pipeline.records import Counters, Shard
@@ -72,6 +73,11 @@ def test_displays_are_chosen_by_name_and_terminal() -> None:
     assert isinstance(make_display("none"), NoDisplay)
     assert isinstance(make_display("auto"), PlainDisplay)  # stderr is no terminal under a test runner
     assert isinstance(make_display("rich"), RichDisplay)
+
+
+def test_an_unknown_display_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--progress: found 'foo'; expected auto, rich, plain or none"):
+        make_display("foo")
 
 
 def test_times_are_short() -> None:

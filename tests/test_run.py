@@ -348,3 +348,12 @@ def test_an_index_that_cannot_be_built_leaves_the_vectors_and_the_report(
     assert (report.exit_code, report.shards_done, report.shards_failed, report.index) == (65, 5, 0, None)
     assert report.failed[0].reason.startswith("index: ")
     assert "recall" in report.failed[0].reason
+
+
+@pytest.mark.parametrize("factory", ["IVF16Flat", "PQ5"])
+def test_an_index_that_cannot_be_made_is_refused_before_the_first_shard(
+    corpus: Path, tmp_path: Path, model_dir: str, factory: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"--index .*{factory}: FAISS cannot make it for 8 dimensions"):
+        embed(corpus, tmp_path / "out", model_dir, index=factory, max_batch_tokens=64)
+    assert len(Ledger(str(tmp_path / "out")).commits()) <= 1
