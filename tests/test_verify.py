@@ -630,7 +630,7 @@ def test_an_ids_file_that_names_other_rows_is_found(indexed: Folder, change: Cha
 
 
 def test_an_output_on_an_object_store_is_proven_and_a_flipped_byte_found(
-    tmp_path: Path, model_dir: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, model_dir: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     import fsspec
 
@@ -644,6 +644,9 @@ def test_an_output_on_an_object_store_is_proven_and_a_flipped_byte_found(
         }
         for name, value in settings.items():
             monkeypatch.setenv(f"AWS_{name}", value)
+        # fsspec keeps file systems, and one of another test may know another server.
+        fsspec.get_filesystem_class("s3").clear_instance_cache()
+        request.addfinalizer(fsspec.get_filesystem_class("s3").clear_instance_cache)
         store = fsspec.filesystem("s3", skip_instance_cache=True)
         store.mkdir("verified")
         embed(tmp_path, model_dir, output="s3://verified/out", index="auto")
