@@ -398,7 +398,7 @@ def test_a_wrong_attention_is_caught_at_load(tmp_path: Path, monkeypatch: pytest
 def test_linear_layers_that_compute_wrong_numbers_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     from pipeline import linear
 
-    monkeypatch.setattr(linear, "_forward", lambda packed, bias: lambda states: states.new_zeros(()))
+    monkeypatch.setattr(linear, "_forward", lambda packed, bias, after: lambda states: states.new_zeros(()))
     loaded = Encoder.load(EncoderSettings(str(MODEL)))
     assert loaded.attention == "grouped"
     assert_same(vectors_of(loaded, TEXTS[:4]), reference(MODEL, texts=TEXTS[:4]))
