@@ -12,24 +12,20 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.errors import EmbedCorpusError
+from pipeline.flops import ModelFacts, peak
 from pipeline.records import Batch, EncoderSettings, Shard
 from pipeline.tokenizer import Tokenizer, TokenizerSpec
 
-if TYPE_CHECKING:
-    from torch import nn
-
 STAND_IN = "pipeline.bench_model:make"
 POOL_ROWS = 4_096
-SLICES, SLICE_S = 5, 0.4
 
 
 class HostOnly:
@@ -100,16 +96,13 @@ def facts(shard: str, model: str, device: str, dtype: str) -> dict[str, Any]:
     settings = EncoderSettings(model_path=model, device=device, dtype=dtype, prompt=prompt)
     lengths, computed = token_lengths(shard, Tokenizer(Encoder.load(settings).tokenizer_spec()))
     loaded: Any = load_sentence_transformer(Path(model), "cpu", torch.float32, trust_remote_code=False)
-    transformer = loaded[0].model
-    config = transformer.config.get_text_config()
-    heads = config.num_attention_heads
-    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+    of_model = ModelFacts.of(loaded[0].model)
     name = torch.cuda.get_device_name(device) if device != "cpu" else ""
     return {
-        "parameters": passed_parameters(transformer),
-        "layers": int(config.num_hidden_layers),
-        "width": int(width),
-        "shapes": linear_shapes(transformer) or [(width, width), (width, 4 * width), (4 * width, width)],
+        "parameters": of_model.parameters,
+        "layers": of_model.layers,
+        "width": of_model.width,
+        "shapes": of_model.shapes,
         "lengths": lengths.tolist(),
         "computed": computed.tolist(),
         "gpu": name,
@@ -119,9 +112,9 @@ def facts(shard: str, model: str, device: str, dtype: str) -> dict[str, Any]:
 
 def token_lengths(shard: str, tokenizer: Tokenizer) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """(num_rows,) tokens of each row, and (n,) of each text that a run computes: the different ones of each window."""
+    from pipeline.feed import distinct
     from pipeline.reader import read_windows
     from pipeline.shards import Columns
-    from pipeline.worker import distinct
 
     rows, once = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     for window in read_windows(Shard("bench", shard, 0, 0), Columns("text", "id"), "id"):
@@ -130,76 +123,6 @@ def token_lengths(shard: str, tokenizer: Tokenizer) -> tuple[NDArray[np.int64], 
         once.append(lengths)
         rows.append(lengths[text_of_row])
     return np.concatenate(rows), np.concatenate(once)
-
-
-def passed_parameters(model: nn.Module) -> int:
-    """Parameters outside embedding tables and the pooler, which sees one token a text or is not used at all."""
-    from torch import nn
-
-    own = {
-        id(parameter): parameter.numel()
-        for name, module in model.named_modules()
-        if not isinstance(module, nn.Embedding) and "pooler" not in name.split(".")
-        for parameter in module.parameters(recurse=False)
-    }
-    return sum(own.values())
-
-
-def linear_shapes(model: nn.Module) -> list[tuple[int, int]]:
-    """(in, out) of the linear layers that each token passes, each shape once."""
-    from torch import nn
-
-    named = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    return sorted({(m.in_features, m.out_features) for name, m in named if "pooler" not in name.split(".")})
-
-
-def peak(shapes: list[list[int]], tokens: int, device: str, dtype: str) -> dict[str, Any]:
-    """The best rate at which one of the shapes is multiplied for at least ``SLICE_S`` seconds.
-
-    Each (tokens, in) × (in, out) product runs as torch's own linear layer and, on a CPU in float32, also as oneDNN's
-    packed one: the limit must not depend on which of them we use.
-
-    Returns:
-        ``flops_per_s`` at 2 · tokens · in · out a product, the ``shape`` and the ``kind`` that reached it.
-    """
-    import torch
-    from torch import nn
-
-    from pipeline.linear import PackedLinears
-
-    best: dict[str, Any] = {"flops_per_s": 0.0}
-    with torch.inference_mode():
-        for inputs, outputs in shapes:
-            layer = nn.Sequential(nn.Linear(inputs, outputs)).to(device, getattr(torch, dtype))
-            states = torch.randn(tokens, inputs, device=device, dtype=getattr(torch, dtype))
-            kinds = ["linear", "packed linear"] if device == "cpu" and dtype == "float32" else ["linear"]
-            for kind in kinds:
-                if kind == "packed linear" and not PackedLinears(layer).num_packed:
-                    continue
-                rate = 2 * tokens * inputs * outputs * _calls_per_s(lambda: layer(states), device)  # noqa: B023
-                if rate > best["flops_per_s"]:
-                    best = {"flops_per_s": rate, "shape": [tokens, inputs, outputs], "kind": kind}
-    return best
-
-
-def _calls_per_s(call: Callable[[], Any], device: str) -> float:
-    """Of the best of several slices; the first call of all is not counted."""
-    import torch
-
-    def timed(calls: int) -> float:
-        start = time.perf_counter()
-        for _ in range(calls):
-            call()
-        if device != "cpu":
-            torch.cuda.synchronize(device)
-        return time.perf_counter() - start
-
-    timed(1)
-    calls = 1
-    while (seconds := timed(calls)) < SLICE_S / 4:
-        calls *= 2
-    calls = max(1, round(calls * SLICE_S / seconds))
-    return calls / min(timed(calls) for _ in range(SLICES))
 
 
 def main() -> int:

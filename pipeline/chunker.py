@@ -62,9 +62,9 @@ class Chunker:
         self._tokenizer = tokenizers.Tokenizer.from_str(spec.json)
         self._tokenizer.encode_special_tokens = spec.split_special_tokens
 
-    def expand(self, window: Window) -> Window:
-        """The window with one entry a chunk; its table gains ``CHUNK_COLUMNS``."""
-        spans = self.cut(window.texts)
+    def expand(self, window: Window, spans: list[list[Span]] | None = None) -> Window:
+        """The window with one entry a chunk; its table gains ``CHUNK_COLUMNS``. ``spans`` where they are known."""
+        spans = self.cut(window.texts) if spans is None else spans
         counts = np.fromiter((len(of_text) for of_text in spans), np.int64, len(spans))
         origin = np.repeat(np.arange(len(spans)), counts)  # which entry of the window each chunk is from
         first = np.cumsum(counts) - counts

@@ -39,6 +39,7 @@ from pipeline.model import open_model
 from pipeline.pooling import Chain, Finish, Segments
 from pipeline.records import Batch, EncoderSettings, Tokens
 from pipeline.tokenizer import Tokenizer, TokenizerSpec
+from pipeline.transfer import Download, Transfer
 
 # Largest |difference| to sentence-transformers' vector of the same text, relative to that vector's length. float32 is
 # the promise; half precision only has to tell rounding (cos about 0.99999 in float16, 0.999 in bfloat16) from a wrong
@@ -60,6 +61,7 @@ class Encoder:
         max_length: token limit, special tokens included; None for no limit.
         num_parameters: weights of the transformer.
         num_oom_splits: how often a batch did not fit the device and was halved.
+        token_limit: tokens of a batch that the device has room for, once one did not fit; None before.
     """
 
     def __init__(self, settings: EncoderSettings) -> None:
@@ -69,6 +71,7 @@ class Encoder:
         self._settings = settings
         self.device = settings.device
         self._device = torch.device(settings.device)
+        self._transfer = Transfer(self._device)
         dtype = resolve_dtype(settings.dtype, settings.device, folder.checkpoint_dtype)
         self._dtype: torch.dtype = getattr(torch, dtype)
         self.dtype = str(self._dtype).removeprefix("torch.")
@@ -88,6 +91,7 @@ class Encoder:
         self._chain = Chain.of(self._st, self._prompt_length(), settings.normalize)
         self._finish = Finish.of(settings, self._chain, self._st.truncate_dim)
         self.num_oom_splits = 0
+        self.token_limit: int | None = None
         self._float32: Encoder | None = None
         self._linears: PackedLinears | None = None
         self.attention, self.attention_reason = self._choose_attention()
@@ -102,6 +106,12 @@ class Encoder:
                 reproduced with the attention that was asked for.
         """
         return cls(settings)
+
+    @property
+    def transformer(self) -> nn.Module:
+        """The transformer itself, without pooling and what comes after it."""
+        model: nn.Module = self._model
+        return model
 
     @property
     def padded(self) -> bool:
@@ -128,28 +138,32 @@ class Encoder:
         )
 
     def encode(self, batch: Batch) -> NDArray[np.float32]:
-        """The final vector of each text.
+        """The final vector of each text: ``submit`` and its result in one."""
+        return self.submit(batch).result()
 
-        A batch that does not fit the device is halved until it does. In half precision a vector with a non-finite
-        number is computed again in float32; one that stays non-finite is returned as a row of NaN, and so is that of a
-        text without tokens.
+    def submit(self, batch: Batch) -> Submitted:
+        """Start computing a batch; on CUDA it goes on while the host does something else.
 
-        Returns:
-            (num_texts, dim) float32, in the batch's order.
+        A batch that does not fit the device is halved until it does, and ``token_limit`` then says what did.
         """
-        vectors = np.full((batch.num_texts, self.dim), np.nan, np.float32)
         nonempty = np.flatnonzero(batch.lengths)
-        if len(nonempty):
-            vectors[nonempty] = self._encode_or_split(_select(batch, nonempty))
+        parts = self._start_or_split(_select(batch, nonempty)) if len(nonempty) else []
+        return Submitted(self, batch, nonempty, parts)
+
+    def finished(self, batch: Batch, nonempty: NDArray[np.int64], parts: list[Download]) -> NDArray[np.float32]:
+        """(num_texts, dim) float32 of a submitted batch; see `Submitted`."""
+        vectors = np.full((batch.num_texts, self.dim), np.nan, np.float32)
+        if parts:
+            vectors[nonempty] = np.concatenate([part.result() for part in parts])
         broken = nonempty[~np.isfinite(vectors[nonempty]).all(axis=1)]
         if len(broken) and self._dtype != torch.float32:
             vectors[broken] = self._in_float32().encode(_select(batch, broken))
         vectors[~np.isfinite(vectors).all(axis=1)] = np.nan
         return vectors
 
-    def _encode_or_split(self, batch: Batch) -> NDArray[np.float32]:
+    def _start_or_split(self, batch: Batch) -> list[Download]:
         try:
-            return self._compute(batch, self._chain.after_pooling, self._finish)
+            return [self._compute(batch, self._chain.after_pooling, self._finish)]
         except torch.OutOfMemoryError as error:
             if batch.num_texts == 1:
                 raise ModelError(
@@ -158,23 +172,22 @@ class Encoder:
                 ) from error
         # Outside the except block: its traceback keeps the failed forward's tensors alive.
         self.num_oom_splits += 1
+        self.token_limit = max(1, min(self.token_limit or batch.num_tokens, batch.num_tokens // 2))
         gc.collect()
         torch.cuda.empty_cache()
         halves = np.array_split(np.arange(batch.num_texts), 2)
-        return np.concatenate([self._encode_or_split(_select(batch, half)) for half in halves])
+        return [part for half in halves for part in self._start_or_split(_select(batch, half))]
 
     @torch.inference_mode()
-    def _compute(
-        self, batch: Batch, after_pooling: tuple[nn.Module, ...], finish: Finish | None
-    ) -> NDArray[np.float32]:
+    def _compute(self, batch: Batch, after_pooling: tuple[nn.Module, ...], finish: Finish | None) -> Download:
         """Forward, pooling and the modules behind it; no text of `batch` is empty."""
-        inputs = _DeviceBatch.of(batch, self._device)
+        inputs = _DeviceBatch.of(batch, self._transfer)
+        began = self._transfer.begin()
         states = self._forward_padded(inputs) if self.padded else self._forward_packed(inputs)
         vectors = self._chain.vectors(states, inputs.segments, after_pooling)
         if finish is not None:
             vectors = finish(vectors)
-        result: NDArray[np.float32] = vectors.cpu().numpy()
-        return result
+        return self._transfer.download(vectors, began)
 
     def _forward_packed(self, inputs: _DeviceBatch) -> Tensor:
         """(T, hidden) states of a forward without padding, in the model's dtype."""
@@ -359,7 +372,7 @@ class Encoder:
         self._compare(batch, expected)
 
     def _compare(self, batch: Batch, expected: NDArray[np.float32]) -> None:
-        found = self._compute(batch, self._chain.all_after_pooling, None)
+        found = self._compute(batch, self._chain.all_after_pooling, None).result()
         scale = np.linalg.norm(expected, axis=1, keepdims=True).clip(min=1e-12)
         error = float(np.max(np.abs(found - expected) / scale)) if np.isfinite(found).all() else float("inf")
         if not error <= _TOLERANCE[self._dtype]:
@@ -367,6 +380,36 @@ class Encoder:
                 f"probe vectors differ from sentence-transformers' by {error:.1e}, "
                 f"allowed {_TOLERANCE[self._dtype]:.0e}"
             )
+
+
+@dataclass
+class Submitted:
+    """A batch that is being computed.
+
+    Attributes:
+        batch: its texts.
+    """
+
+    _encoder: Encoder
+    batch: Batch
+    _nonempty: NDArray[np.int64]
+    _parts: list[Download]
+
+    def result(self) -> NDArray[np.float32]:
+        """The final vector of each text; waits for the device.
+
+        In half precision a vector with a non-finite number is computed again in float32; one that stays non-finite is
+        a row of NaN, and so is that of a text without tokens.
+
+        Returns:
+            (num_texts, dim) float32, in the batch's order.
+        """
+        return self._encoder.finished(self.batch, self._nonempty, self._parts)
+
+    @property
+    def seconds(self) -> float:
+        """The device spent on it; known once ``result`` has returned."""
+        return sum(part.seconds for part in self._parts)
 
 
 @dataclass(frozen=True)
@@ -380,15 +423,12 @@ class _DeviceBatch:
     max_seqlen: int
 
     @classmethod
-    def of(cls, batch: Batch, device: torch.device) -> _DeviceBatch:
+    def of(cls, batch: Batch, transfer: Transfer) -> _DeviceBatch:
         num_tokens = batch.num_tokens
-        blob = torch.from_numpy(np.concatenate([batch.input_ids, batch.cu_seqlens]))
-        if device.type == "cuda":
-            # One copy for both arrays, out of pinned memory, so that it overlaps the forward before it.
-            blob = blob.pin_memory().to(device, non_blocking=True)
+        blob = transfer.upload(np.concatenate([batch.input_ids, batch.cu_seqlens]))  # one copy for both
         cu_seqlens = blob[num_tokens:].contiguous()
         starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
-        positions = torch.arange(num_tokens, device=device) - _spread(starts, lengths, num_tokens)
+        positions = torch.arange(num_tokens, device=blob.device) - _spread(starts, lengths, num_tokens)
         runs = tuple((len(list(run)), length) for length, run in groupby(batch.lengths.tolist()))
         return cls(blob[:num_tokens].long(), cu_seqlens, Segments(starts, lengths, positions), runs, batch.max_seqlen)
 

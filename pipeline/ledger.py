@@ -10,10 +10,11 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
 from typing import Any, TypeGuard
 
 from pipeline.errors import ConfigError, OutputError
-from pipeline.records import Shard
+from pipeline.records import PARTS, Shard, commit_name
 from pipeline.shards import natural_key
 from pipeline.storage import Storage, open_output
 
@@ -35,9 +36,9 @@ class Ledger:
     def __init__(self, output: str | Storage) -> None:
         self.output = open_output(output) if isinstance(output, str) else output
 
-    def record(self, key: str) -> dict[str, Any] | None:
-        """The commit record of a shard, or None when there is none to be trusted."""
-        record = self.output.read_json(commit_name(key))
+    def record(self, key: str, part: int | None = None) -> dict[str, Any] | None:
+        """The commit record of a shard or of a part, or None when there is none to be trusted."""
+        record = self.output.read_json(commit_name(key, part))
         if not isinstance(record, dict) or record.get("version") != VERSION:
             return None
         return record if self._outputs_present(record) else None
@@ -48,22 +49,36 @@ class Ledger:
 
     def commits(self) -> list[dict[str, Any]]:
         """All records that count, in natural order of their keys."""
-        return [record for record in self._records(self.keys()) if record is not None]
+        return [record for record in self._records((key, None) for key in self.keys()) if record is not None]
 
-    def _records(self, keys: Iterable[str]) -> list[dict[str, Any] | None]:
+    def _records(self, which: Iterable[tuple[str, int | None]]) -> list[dict[str, Any] | None]:
         with ThreadPoolExecutor(READS_AT_ONCE) as pool:
-            return list(pool.map(self.record, keys))
+            return list(pool.map(lambda key_and_part: self.record(*key_and_part), which))
 
     def keys(self) -> list[str]:
         names = self.output.files("commits", ".json")
         return sorted((name[len("commits/") : -len(".json")] for name in names), key=natural_key)
 
     def unfinished(self, shards: Iterable[Shard], run_fingerprint: str) -> list[Shard]:
-        """Those that are still to be done, in order."""
-        shards = list(shards)
-        records = self._records(shard.key for shard in shards)
-        pairs = zip(shards, records, strict=True)
-        return [shard for shard, record in pairs if not is_of(record, shard, run_fingerprint)]
+        """Those that are still to be done, in order; before each large one its parts that are."""
+        return [
+            unit
+            for shard in self._not_done(shards, run_fingerprint)
+            for unit in [*self._not_done(parts_of(shard), run_fingerprint), shard]
+        ]
+
+    def _not_done(self, units: Iterable[Shard], run_fingerprint: str) -> list[Shard]:
+        units = list(units)
+        records = self._records((unit.key, unit.part_number) for unit in units)
+        pairs = zip(units, records, strict=True)
+        return [unit for unit, record in pairs if not is_of(record, unit, run_fingerprint)]
+
+    def sweep_parts(self, wanted: Iterable[str]) -> None:
+        """Remove the parts of all shards but those of the keys ``wanted``."""
+        kept = set(wanted)
+        names = self.output.files(PARTS, "")
+        for key in {name[len(PARTS) + 1 :].rpartition("/")[0] for name in names} - kept:
+            self.output.remove_tree(f"{PARTS}/{key}")
 
     def is_done(self, shard: Shard, run_fingerprint: str) -> bool:
         return is_of(self.record(shard.key), shard, run_fingerprint)
@@ -76,7 +91,8 @@ class Ledger:
         Raises:
             OutputError: another writer has made something else of the shard in the meantime.
         """
-        name = commit_name(record["shard"]["key"])
+        part = record["shard"].get("part")
+        name = commit_name(record["shard"]["key"], part["number"] if part else None)
         for _ in range(COMMIT_ATTEMPTS):
             if self.output.create_json(name, {"version": VERSION, **record}):
                 return record
@@ -97,9 +113,9 @@ class Ledger:
         for folder in ("embeddings", "reuse", "quarantine"):
             self.output.remove(f"{folder}/{key}.parquet")
 
-    def forget(self, key: str) -> None:
+    def forget(self, key: str, part: int | None = None) -> None:
         """Take a record back before its output is replaced, so that the two never disagree."""
-        self.output.remove(commit_name(key))
+        self.output.remove(commit_name(key, part))
 
 
 def is_of(record: dict[str, Any] | None, shard: Shard, run_fingerprint: str) -> TypeGuard[dict[str, Any]]:
@@ -117,8 +133,8 @@ def _same_work(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     return said(one) == said(other)
 
 
-def commit_name(key: str) -> str:
-    return f"commits/{key}.json"
+def parts_of(shard: Shard) -> list[Shard]:
+    return [replace(shard, part=part) for part in shard.parts]
 
 
 def same_input(recorded: Mapping[str, Any], shard: Shard) -> bool:
@@ -126,7 +142,7 @@ def same_input(recorded: Mapping[str, Any], shard: Shard) -> bool:
 
     An object store's etag, where both have one, stands in for the time, which counts only seconds there.
     """
-    if recorded["size_bytes"] != shard.size_bytes:
+    if recorded["size_bytes"] != shard.size_bytes or recorded.get("part") != (shard.part and asdict(shard.part)):
         return False
     if recorded.get("etag") and shard.etag:
         return bool(recorded["etag"] == shard.etag)

@@ -5,9 +5,9 @@ torch.compile uses when it freezes a model, saves that: single products of all-M
 instead of 150-193 GFLOP/s (500-2,048 rows, 2 cores of an AMD EPYC, torch 2.13, December 2026). Results agree to float32
 rounding; the encoder's probe checks it.
 
-Only plain ``nn.Linear`` modules with a weight of their own are changed. Where a GELU follows one directly, oneDNN computes
-it on the product while that is in the cache: half of its 4 % of the time is saved. Nothing here is saved or trained
-afterwards.
+Only plain ``nn.Linear`` modules with a weight of their own are changed. Where a GELU follows one directly, oneDNN
+computes it on the product while that is in the cache: half of its 4 % of the time is saved. Nothing here is saved or
+trained afterwards.
 """
 
 from __future__ import annotations

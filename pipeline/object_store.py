@@ -154,6 +154,10 @@ class ObjectStore:
         with contextlib.suppress(FileNotFoundError):
             self._do("removed", name, lambda: self._filesystem.rm_file(self._at(name)))
 
+    def remove_tree(self, folder: str) -> None:
+        for name in list(self.files(folder, "", hidden=True)):
+            self.remove(name)
+
     def source(self, name: str) -> RemoteFile:
         return RemoteFile(self._filesystem, self._at(name), functools.partial(self._do, "read", name))
 

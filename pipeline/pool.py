@@ -35,13 +35,14 @@ class Event:
     """What happened to a shard or a worker.
 
     Attributes:
-        kind: see the values; ``tick`` comes about once a second when nothing else happens.
-        shard: which one, where it is about one.
+        kind: see the values; ``part`` is a finished part of a large shard, which itself is ``done`` later; ``tick``
+            comes about once a second when nothing else happens.
+        shard: which one, or which part of one, where it is about one.
         values: the worker's message.
         reason: for ``bad``, ``lost``, ``gave up`` and ``bug``, in words.
     """
 
-    kind: Literal["tick", "ready", "progress", "done", "bad", "lost", "gave up", "bug"]
+    kind: Literal["tick", "ready", "progress", "part", "done", "bad", "lost", "gave up", "bug"]
     shard: Shard | None = None
     values: dict[str, Any] | None = None
     reason: str = ""
@@ -61,7 +62,7 @@ class WorkerProcess:
         self, device: str, settings: WorkerSettings, threads: int, events: queue.Queue[tuple[WorkerProcess, Any]]
     ) -> None:
         self.device, self.last_sign = device, time.monotonic()
-        self.shard: Shard | None = None
+        self.units: dict[str, Shard] = {}  # in work, the oldest first
         self.ready = False
         self._stderr: collections.deque[str] = collections.deque(maxlen=STDERR_LINES)
         self.process = subprocess.Popen(
@@ -91,9 +92,9 @@ class WorkerProcess:
         except (BrokenPipeError, ValueError):  # it died; its end is reported by the thread that reads its answers
             pass
 
-    def start(self, shard: Shard) -> None:
-        self.shard, self.last_sign = shard, time.monotonic()
-        self.send(do="shard", shard=asdict(shard))
+    def start(self, unit: Shard) -> None:
+        self.units[unit.unit], self.last_sign = unit, time.monotonic()
+        self.send(do="shard", shard=asdict(unit))
 
     def _read_answers(self, events: queue.Queue[tuple[WorkerProcess, Any]]) -> None:
         assert self.process.stdout is not None
@@ -150,70 +151,77 @@ class Pool:
         for worker in self._workers:
             worker.close()
 
-    def process(self, shards: Sequence[Shard]) -> Iterator[Event]:
-        """Hand the shards out, in order, and report what becomes of each.
+    def process(self, units: Sequence[Shard]) -> Iterator[Event]:
+        """Hand the units out, in order, and report what becomes of each.
 
-        Every shard ends in exactly one ``done``, ``bad``, ``gave up`` or ``bug``.
+        A worker gets another one as soon as it has read all of the one before. Every shard ends in exactly one
+        ``done``, ``bad``, ``gave up`` or ``bug``; a part that does not end in ``part`` ends its shard.
+
+        Args:
+            units: shards, and before each large one its parts that are still to be done.
 
         Raises:
             ConfigError: the model cannot be loaded as asked.
             OutputError: the output takes no more data.
             Stopped: workers die before they can start.
         """
-        waiting = collections.deque(shards)
-        attempts: collections.Counter[str] = collections.Counter()
-        for device in self._devices[: len(shards)]:
+        todo = _Queue(units)
+        for device in self._devices[: len(todo)]:
             self._spawn(device)
-        open_shards = len(shards)
-        while open_shards:
-            for event in self._next(waiting, attempts):
-                open_shards -= event.kind in ("done", "bad", "gave up", "bug")
-                yield event
+        while not todo.is_done:
+            yield from self._next(todo)
 
     def _spawn(self, device: str) -> None:
         self._workers.append(WorkerProcess(device, self._settings, self._threads, self._events))
 
-    def _next(self, waiting: collections.deque[Shard], attempts: collections.Counter[str]) -> Iterator[Event]:
+    def _next(self, todo: _Queue) -> Iterator[Event]:
         try:
             worker, message = self._events.get(timeout=1.0)
         except queue.Empty:
             self._end_stalled()
             yield Event("tick")
             return
-        shard = worker.shard
         worker.last_sign = time.monotonic()
         if message is None:
-            yield from self._lost(worker, waiting, attempts)
+            yield from self._lost(worker, todo)
             return
         kind = message.pop("event")
+        unit = worker.units.get(message.get("unit", ""))
         if kind == "progress":
-            yield Event("progress", shard, message)
+            yield Event("progress", unit, message)
             return
         if kind == "ready":
             worker.ready, self._failed_starts = True, 0
             yield Event("ready", None, message)
-        elif kind == "done":
-            yield Event("done", shard, message["record"])
-        elif kind == "bad":
-            yield Event("bad", shard, reason=message["message"])
-        elif kind == "error":
-            yield self._error(message, shard)
-        worker.shard = None
-        if waiting:
-            worker.start(waiting.popleft())
+        elif kind != "free":
+            event = self._end_of(kind, unit, message)
+            assert event.shard is not None
+            del worker.units[event.shard.unit]
+            if todo.ended(event.shard, event.kind):
+                yield event
+        self._feed(worker, todo)
 
-    def _error(self, message: dict[str, Any], shard: Shard | None) -> Event:
+    def _feed(self, worker: WorkerProcess, todo: _Queue) -> None:
+        """Give a worker that can take it the next unit, and workers that had nothing to do what has come up."""
+        for one in [worker, *(other for other in self._workers if other.ready and not other.units)]:
+            unit = todo.take(beside=list(one.units.values())) if one.ready and len(one.units) < 2 else None
+            if unit is not None:
+                one.start(unit)
+
+    def _end_of(self, kind: str, unit: Shard | None, message: dict[str, Any]) -> Event:
+        if kind == "done":
+            return Event("done" if unit is None or unit.part is None else "part", unit, message["record"])
+        if kind == "bad":
+            return Event("bad", unit, reason=message["message"])
         if message["exit_code"] == EXIT_CONFIG:
             raise ConfigError(message["message"])
         if message["exit_code"] != EXIT_BUG:
             raise OutputError(message["message"])
-        if shard is None:
+        if unit is None:
             raise RuntimeError(f"a worker could not start: {message['trace']}")
-        return Event("bug", shard, reason=f"{shard.path}: {message['message']}\n{message['trace']}")
+        return Event("bug", unit, reason=f"{unit.path}: {message['message']}\n{message['trace']}")
 
-    def _lost(
-        self, worker: WorkerProcess, waiting: collections.deque[Shard], attempts: collections.Counter[str]
-    ) -> Iterator[Event]:
+    def _lost(self, worker: WorkerProcess, todo: _Queue) -> Iterator[Event]:
         self._workers.remove(worker)
         worker.close()
         cause = f"worker on {worker.device} {worker.cause_of_death()}"
@@ -221,24 +229,72 @@ class Pool:
             self._failed_starts += 1
             if self._failed_starts >= MAX_ATTEMPTS:
                 raise Stopped(f"{cause} while loading the model, {self._failed_starts} times; run again to continue")
-        if worker.shard is None:
+        if not worker.units:
             yield Event("lost", reason=f"{cause}; starting another")
-        else:
-            key = worker.shard.key
-            attempts[key] += 1
-            if attempts[key] < MAX_ATTEMPTS:
-                waiting.appendleft(worker.shard)
-                yield Event("lost", worker.shard, reason=f"{worker.shard.path}: {cause}; trying again")
-            else:
-                reason = f"{worker.shard.path}: {cause}, {attempts[key]} times at this shard; given up"
-                yield Event("gave up", worker.shard, reason=reason)
-        if waiting:
+        for unit in reversed(worker.units.values()):
+            attempts = todo.suspect(unit)
+            if attempts < MAX_ATTEMPTS:
+                yield Event("lost", unit, reason=f"{unit.path}: {cause}; trying again")
+            elif todo.ended(unit, "gave up"):
+                reason = f"{unit.path}: {cause}, {attempts} times at this shard; given up"
+                yield Event("gave up", unit, reason=reason)
+        if todo:
             self._spawn(worker.device)
 
     def _end_stalled(self) -> None:
         for worker in self._workers:
-            if worker.shard is not None and time.monotonic() - worker.last_sign > STALL_S:
+            if worker.units and time.monotonic() - worker.last_sign > STALL_S:
                 worker.process.kill()  # its end arrives as an event
+
+
+class _Queue:
+    """Units that are still to be handed out, and what became of those that were.
+
+    A unit that was in work when a worker died is handed out again, alone: which of two it was that killed the worker
+    is then known the next time. A shard that is put together from parts waits for all of them.
+    """
+
+    def __init__(self, units: Sequence[Shard]) -> None:
+        self._parts = collections.Counter(unit.key for unit in units if unit.part is not None)
+        self._joins = {unit.key: unit for unit in units if unit.part is None and self._parts[unit.key]}
+        self._waiting = collections.deque(
+            unit for unit in units if unit.part is not None or unit.key not in self._joins
+        )
+        self._attempts: collections.Counter[str] = collections.Counter()
+        self._open = {unit.key for unit in units}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def is_done(self) -> bool:
+        return not self._open
+
+    def take(self, beside: Sequence[Shard]) -> Shard | None:
+        """The next unit for a worker that has others in work; None where there is none that goes with them."""
+        if not self._waiting or (beside and any(self._attempts[unit.unit] for unit in [*beside, self._waiting[0]])):
+            return None
+        return self._waiting.popleft()
+
+    def suspect(self, unit: Shard) -> int:
+        """Note that a worker died with the unit in work, and take it back; returns how often that was."""
+        self._attempts[unit.unit] += 1
+        if self._attempts[unit.unit] < MAX_ATTEMPTS:
+            self._waiting.appendleft(unit)
+        return self._attempts[unit.unit]
+
+    def ended(self, unit: Shard, kind: str) -> bool:
+        """Note what became of a unit; returns whether that is news (a shard fails once, however many parts do)."""
+        if unit.key not in self._open:
+            return False
+        if kind == "part":
+            self._parts[unit.key] -= 1
+            if not self._parts[unit.key]:
+                self._waiting.appendleft(self._joins[unit.key])
+            return True
+        self._open.discard(unit.key)
+        self._waiting = collections.deque(other for other in self._waiting if other.key != unit.key)
+        return True
 
 
 class QueryWorker:

@@ -1,11 +1,14 @@
-"""Run the iterator before it in a thread, a bounded number of items ahead: overlap and back-pressure in one place."""
+"""Threads between stages, a bounded number of items apart: overlap and back-pressure in one place.
+
+`Prefetch` runs the iterator before it in a thread, `Follow` the function behind it.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -46,6 +49,11 @@ class Prefetch(Generic[T]):
                 return
             yield item  # type: ignore[misc]
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether there is something to be taken without a wait."""
+        return not self._queue.empty()
+
     def _run(self) -> None:
         try:
             for item in self._source:
@@ -59,3 +67,31 @@ class Prefetch(Generic[T]):
             if close is not None:
                 close()
             self._queue.put(_END)
+
+
+class Follow(Generic[T]):
+    """Calls ``take`` with one item after the other in a thread of its own, which may be ``depth`` items behind.
+
+    ``take`` must not raise. Leaving the ``with`` block waits until everything was taken.
+    """
+
+    def __init__(self, take: Callable[[T], None], depth: int = 1) -> None:
+        self._take = take
+        self._queue: queue.Queue[object] = queue.Queue(maxsize=depth)
+        self._thread = threading.Thread(target=self._run, daemon=True, name="follow")
+
+    def __enter__(self) -> Follow[T]:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._queue.put(_END)
+        self._thread.join()
+
+    def put(self, item: T) -> None:
+        """Hand an item over; waits while the thread is ``depth`` items behind."""
+        self._queue.put(item)
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not _END:
+            self._take(item)  # type: ignore[arg-type]

@@ -50,7 +50,7 @@ class Tally:
         self._now, self._start = now, now()
         self._size = {shard.key: shard.size_bytes for shard in shards}
         self._num_rows = {shard.key: shard.num_rows or 0 for shard in shards}
-        self._part: dict[str, tuple[int, int]] = {}  # shard in work -> (rows, tokens)
+        self._part: dict[str, dict[str, tuple[int, int]]] = {}  # shard in work -> its units -> (rows, tokens)
         self.total_rows = sum(self._num_rows.values())
         self.total_shards, self.finished_shards = len(shards), 0
         self.rows = self.tokens = self.bytes_done = 0
@@ -61,12 +61,16 @@ class Tally:
             self._start = self._now()  # loading the model is not part of the rate
         if event.shard is None:
             return
-        key = self.current = event.shard.key
+        key, unit = event.shard.key, event.shard.unit
+        self.current = unit
         if event.kind == "progress":
             assert event.values is not None
-            self._part[key] = (event.values["rows"], event.values["tokens"])
+            self._part.setdefault(key, {})[unit] = (event.values["rows"], event.values["tokens"])
+        elif event.kind == "part":
+            assert event.values is not None
+            self._part.setdefault(key, {})[unit] = (event.values["counts"]["rows"], event.values["counts"]["tokens"])
         elif event.kind == "lost":
-            self._part.pop(key, None)
+            self._part.get(key, {}).pop(unit, None)
         elif event.kind != "tick":
             self._part.pop(key, None)
             self.finished_shards += 1
@@ -76,13 +80,16 @@ class Tally:
                 self.rows += event.values["counts"]["rows"]
                 self.tokens += event.values["counts"]["tokens"]
 
+    def _rows_in_work(self, key: str) -> int:
+        return sum(rows for rows, _ in self._part[key].values())
+
     @property
     def rows_now(self) -> int:
-        return self.rows + sum(rows for rows, _ in self._part.values())
+        return self.rows + sum(map(self._rows_in_work, self._part))
 
     @property
     def tokens_per_s(self) -> float:
-        tokens = self.tokens + sum(tokens for _, tokens in self._part.values())
+        tokens = self.tokens + sum(tokens for units in self._part.values() for _, tokens in units.values())
         return tokens / max(1e-9, self._now() - self._start)
 
     @property
@@ -93,7 +100,7 @@ class Tally:
     def share(self) -> float:
         """Done part of the bytes, 0 to 1."""
         total = sum(self._size.values())
-        partial = sum(self._size[key] * rows / max(1, self._num_rows[key]) for key, (rows, _) in self._part.items())
+        partial = sum(self._size[key] * self._rows_in_work(key) / max(1, self._num_rows[key]) for key in self._part)
         return min(1.0, (self.bytes_done + partial) / total) if total else 1.0
 
     @property
@@ -195,10 +202,11 @@ def describe(event: Event) -> str:
             f"model ready in {values['load_s']:.1f} s: {values['dim']} dimensions, {values['dtype']} on "
             f"{values['device']}, attention {values['attention']}"
         )
-    if event.kind == "done":
+    if event.kind in ("done", "part"):
+        assert event.shard is not None
         counts = values["counts"]
         return (
-            f"{values['shard']['key']}: {counts['rows_out']:,} vectors, {counts['tokens']:,} tokens in "
+            f"{event.shard.unit}: {counts['rows_out']:,} vectors, {counts['tokens']:,} tokens in "
             f"{values['seconds']['wall']:.1f} s, {values['tokens_per_s']:,.0f} tokens/s"
         )
     return event.reason

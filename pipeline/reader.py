@@ -26,7 +26,7 @@ MAX_ROWS_AT_ONCE = 2_048  # decoded in one step; a row can be large and its size
 
 
 def read_windows(shard: Shard, columns: Columns, id_name: str) -> Iterator[Window]:
-    """Windows of ``shard``.
+    """Windows of ``shard``, or of the part of it that is asked for.
 
     Args:
         shard: what to read.
@@ -39,8 +39,9 @@ def read_windows(shard: Shard, columns: Columns, id_name: str) -> Iterator[Windo
     with _errors_of(shard), open_parquet(shard.path) as file:
         check_columns(file.schema_arrow, columns, shard.partitions)
         pending: list[pa.Table] = []
-        rows = size = first_row = 0
-        for table in _tables(file, shard, columns, id_name, first_row=0):
+        rows = size = 0
+        first_row = 0 if shard.part is None else shard.part.first_row
+        for table in _tables(file, shard, columns, id_name, first_row):
             pending.append(table)
             rows += table.num_rows
             size += table.nbytes
@@ -93,12 +94,13 @@ def _errors_of(shard: Shard) -> Iterator[None]:
         raise ShardError(f"{shard.path}: damaged data: {' '.join(str(error).split())}") from None
 
 
-def _tables(
-    file: pq.ParquetFile, shard: Shard, columns: Columns, id_name: str, first_row: int
-) -> Iterator[pa.Table]:
+def _tables(file: pq.ParquetFile, shard: Shard, columns: Columns, id_name: str, first_row: int) -> Iterator[pa.Table]:
     """Small tables of the output's columns, then ``_text`` and ``_invalid``."""
     wanted = [name for name in dict.fromkeys(columns.names()) if name not in shard.partitions]
-    for batch in file.iter_batches(batch_size=_rows_at_once(file, wanted), columns=wanted, use_threads=False):
+    part = shard.part
+    groups = None if part is None else range(part.first_row_group, part.end_row_group)
+    at_once = _rows_at_once(file, wanted)
+    for batch in file.iter_batches(batch_size=at_once, row_groups=groups, columns=wanted, use_threads=False):
         arrays: dict[str, pa.Array] = {}
         if columns.id is None:
             # Arrow formats the numbers: a Python f-string a row would be the reader's main cost.

@@ -14,13 +14,33 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+PARTS = "parts"
+"""Folder of the output where the parts of large shards lie until they are put together."""
+
 CHUNK_COLUMNS = ("row", "chunk", "start", "end")
 """What the output has beside the id where a long text has several rows: the input row, and which piece of its text."""
 
 
 @dataclass(frozen=True)
+class Part:
+    """Consecutive row groups of a large shard: a unit of work of its own.
+
+    Attributes:
+        number: from 0.
+        first_row_group, end_row_group: the last one excluded.
+        first_row, num_rows: in the shard.
+    """
+
+    number: int
+    first_row_group: int
+    end_row_group: int
+    first_row: int
+    num_rows: int
+
+
+@dataclass(frozen=True)
 class Shard:
-    """One input file and what identifies its content.
+    """One input file, or a part of one, and what identifies its content.
 
     Attributes:
         key: path relative to the input root, without ``.parquet``, ``/`` between parts; names the outputs.
@@ -30,6 +50,9 @@ class Shard:
         etag: what an object store calls the content; None for a local file.
         num_rows, num_row_groups: from the footer; None when the footer cannot be read.
         partitions: hive ``key=value`` folders of the path, in order.
+        parts: what a large file is worked on in, from its footer alone; empty for others. Such a shard handed out
+            whole is put together from its finished parts.
+        part: which of them this is; None for the whole shard.
     """
 
     key: str
@@ -40,10 +63,41 @@ class Shard:
     num_row_groups: int | None = None
     partitions: dict[str, str | None] = field(default_factory=dict)
     etag: str | None = None
+    parts: tuple[Part, ...] = ()
+    part: Part | None = None
+
+    @classmethod
+    def from_json(cls, document: dict[str, Any]) -> Shard:
+        part = document.get("part")
+        parts = tuple(Part(**of_shard) for of_shard in document.get("parts", ()))
+        return cls(**{**document, "parts": parts, "part": Part(**part) if part else None})
+
+    @property
+    def unit(self) -> str:
+        """The name of this piece of work."""
+        return self.key if self.part is None else f"{self.key}#{self.part.number}"
+
+    @property
+    def part_number(self) -> int | None:
+        return None if self.part is None else self.part.number
+
+    @property
+    def rows_to_read(self) -> int | None:
+        return self.num_rows if self.part is None else self.part.num_rows
+
+    def output_name(self, folder: str) -> str:
+        """Where its file of a kind goes: ``embeddings``, ``reuse`` or ``quarantine``."""
+        if self.part is None:
+            return f"{folder}/{self.key}.parquet"
+        return f"{PARTS}/{self.key}/{self.part.number:05}.{folder}.parquet"
+
+    def commit_name(self) -> str:
+        return commit_name(self.key, self.part_number)
 
     def identity(self) -> dict[str, Any]:
         """What must be unchanged for a finished output to count as this shard's."""
         return {
+            **({} if self.part is None else {"part": asdict(self.part)}),
             "path": self.path,
             "size_bytes": self.size_bytes,
             "mtime_ns": self.mtime_ns,
@@ -51,6 +105,11 @@ class Shard:
             "num_rows": self.num_rows,
             "num_row_groups": self.num_row_groups,
         }
+
+
+def commit_name(key: str, part: int | None = None) -> str:
+    """Where the commit record of a shard, or of one of its parts, stands."""
+    return f"commits/{key}.json" if part is None else f"{PARTS}/{key}/{part:05}.json"
 
 
 @dataclass(frozen=True)
@@ -172,6 +231,7 @@ class Counters:
         tokens: real tokens of the texts; ``computed_tokens``: what went through the model, padding included.
         truncated_texts, dropped_tokens: rows cut at the length limit, and the tokens they lost.
         batches: forward passes.
+        oom_splits: batches that did not fit the device and were halved.
     """
 
     rows: int = 0
@@ -186,6 +246,7 @@ class Counters:
     truncated_texts: int = 0
     dropped_tokens: int = 0
     batches: int = 0
+    oom_splits: int = 0
 
     def add(self, other: Counters) -> None:
         for name, value in asdict(other).items():

@@ -68,6 +68,7 @@ def run(config: RunConfig, display: Display | None = None, *, stand_in: str | No
         fields = {**vector_fields(config, model, encoder), **({"stand_in": stand_in} if stand_in else {})}
         fingerprint = ledger.start_run(output, fields, layout_fields(config), *described(config, model, encoder))
         todo = Ledger(output).unfinished(checked.shards, fingerprint)
+        Ledger(output).sweep_parts(unit.key for unit in todo if unit.parts)
         settings = WorkerSettings(
             encoder=encoder,
             output=str(output.root),
@@ -86,7 +87,7 @@ def run(config: RunConfig, display: Display | None = None, *, stand_in: str | No
             model=config.model,
             device=",".join(devices),
             shards_total=len(checked.shards) + len(checked.bad),
-            shards_skipped=len(checked.shards) - len(todo),
+            shards_skipped=len(checked.shards) - sum(unit.part is None for unit in todo),
             warnings=warnings,
         )
         if config.devices == "auto" and devices == ["cpu"] and todo:
@@ -115,13 +116,14 @@ def embed(
     report: RunReport,
     display: Display,
 ) -> None:
-    """Give every shard to a worker; what came of each goes into ``report``."""
+    """Give every shard, or its parts, to workers; what came of each shard goes into ``report``."""
     for shard, reason in checked.bad:
         report.add_failure(shard.path, "bad", reason)
     if not todo:
         return
     start = time.perf_counter()
-    with display.embedding(todo) as show, Pool(devices, settings, available_cores()) as pool:
+    shards = [unit for unit in todo if unit.part is None]
+    with display.embedding(shards) as show, Pool(devices, settings, available_cores()) as pool:
         for event in pool.process(todo):
             if event.kind == "ready":
                 if not report.dim:

@@ -22,12 +22,13 @@ import pyarrow.parquet as pq
 
 from pipeline.config import nearest
 from pipeline.errors import ConfigError, ShardError, Stopped
-from pipeline.records import Shard
+from pipeline.records import Part, Shard
 from pipeline.remote import RemoteFile, is_remote, open_filesystem, protocols, tried
 
 SUFFIXES = (".parquet", ".parq", ".pq")
 READ_BUFFER_BYTES = 1024 * 1024
 REMOTE_READ_BUFFER_BYTES = 8 * 1024 * 1024  # a request each; it costs as long as a megabyte or two takes
+PART_ROWS = 32_768  # a part costs two files more; a device takes seconds for it, so several share one file evenly
 HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 Types = dict[str, pa.DataType]
 _MAGIC_CHARACTERS = re.compile(r"[*?\[]")
@@ -275,12 +276,29 @@ def _check_one_type(name: str, option: str, shards: Sequence[tuple[Shard, Types]
 def _check(shard: Shard, columns: Columns) -> tuple[Shard, Types, str | None]:
     try:
         with open_parquet(shard.path) as file:
-            known = replace(shard, num_rows=file.metadata.num_rows, num_row_groups=file.metadata.num_row_groups)
+            footer = file.metadata
+            sizes = [footer.row_group(number).num_rows for number in range(footer.num_row_groups)]
+            known = replace(shard, num_rows=footer.num_rows, num_row_groups=len(sizes), parts=split(sizes))
             return known, check_columns(file.schema_arrow, columns, shard.partitions), None
     except ShardError as error:
         return shard, {}, str(error)
     except (OSError, pa.ArrowException) as error:
         return shard, {}, f"cannot be read: {' '.join(str(error).split())}"
+
+
+def split(group_rows: Sequence[int]) -> tuple[Part, ...]:
+    """The parts of a large file: row groups together until they have ``PART_ROWS`` rows; none for a file of one part.
+
+    The rule knows nothing but the file, so that whoever continues a run finds the same parts.
+    """
+    parts: list[Part] = []
+    first_group = first_row = rows = 0
+    for number, count in enumerate(group_rows):
+        rows += count
+        if rows >= PART_ROWS or (rows and number == len(group_rows) - 1):
+            parts.append(Part(len(parts), first_group, number + 1, first_row, rows))
+            first_group, first_row, rows = number + 1, first_row + rows, 0
+    return tuple(parts) if len(parts) > 1 else ()
 
 
 def check_columns(schema: pa.Schema, columns: Columns, partitions: dict[str, str | None]) -> Types:

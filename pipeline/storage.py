@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -61,6 +62,10 @@ class Storage(Protocol):
 
     def remove(self, name: str) -> None:
         """Remove what may be there."""
+        ...
+
+    def remove_tree(self, folder: str) -> None:
+        """Remove a folder and all files below it."""
         ...
 
     def source(self, name: str) -> Any:
@@ -182,6 +187,12 @@ class Output:
 
     def remove(self, name: str) -> None:
         self.path(name).unlink(missing_ok=True)
+
+    def remove_tree(self, folder: str) -> None:
+        shutil.rmtree(self.path(folder), ignore_errors=True)
+        for above in Path(folder).parents[:-1]:  # folders that only it was in
+            with contextlib.suppress(OSError):
+                self.path(str(above)).rmdir()
 
     def sweep(self) -> int:
         """Remove temporary files that a crash left; returns how many. Only safe while holding the output's lock."""

@@ -31,7 +31,10 @@ class Clock:
         try:
             yield
         finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + self._now() - start
+            self.add(name, self._now() - start)
+
+    def add(self, name: str, seconds: float) -> None:
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
     def waiting(self, name: str, source: Iterator[Any]) -> Iterator[Any]:
         """The items of ``source``; the time it takes to get each is counted under ``name``."""

@@ -31,9 +31,9 @@ from pipeline.devices import num_gpus, resolve_devices
 from pipeline.errors import ConfigError, ModelError, Stopped
 from pipeline.index_check import INDEX, IdsCheck, check_index
 from pipeline.index_check import REDO as REINDEX
-from pipeline.ledger import Ledger, commit_name, same_input
+from pipeline.ledger import Ledger, same_input
 from pipeline.model import ModelFolder, open_model
-from pipeline.records import Shard
+from pipeline.records import Shard, commit_name
 from pipeline.reference import Request, compare, reference_vectors
 from pipeline.run import resolve_columns
 from pipeline.shards import check_shards, find_shards, natural_key

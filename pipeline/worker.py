@@ -1,12 +1,17 @@
 """One device's process: ``python -m pipeline.worker`` takes requests on stdin, answers on stdout, a JSON line each.
 
-A shard goes through reader → tokenizer → batcher → encoder → writer → commit record here; the coordinator sees only
-messages. When stdin ends the coordinator is gone and the process exits at once, whatever it is doing: nothing that is
-half done counts.
+Three threads hand windows on, so that the device need not wait: one reads and tokenizes (`feed.Feed`), the main one
+packs and computes (`Worker`), one writes and commits (`sink.Sink`). While a shard is being written the next one is on
+the device and the one after it is read. Between two threads at most one window waits. The coordinator sees only
+messages.
+
+When stdin ends the coordinator is gone and the process exits at once, whatever it is doing: nothing that is half done
+counts.
 
     requests   setup {settings} · shard {shard} · queries {texts} · calibrate {texts, window_rows} · stop
-    answers    ready {dim, …} · progress {key, rows, tokens} · done {record} · bad {key, message}
-               vectors {data} · calibrated {lengths, timed, …} · error {message, exit_code, trace}
+    answers    ready {dim, …} · free {unit}: all of it is read, another can be sent · progress {unit, rows, tokens}
+               done {unit, record} · bad {unit, message} · vectors {data} · calibrated {lengths, timed, …}
+               error {unit, message, exit_code, trace}
 """
 
 from __future__ import annotations
@@ -15,36 +20,37 @@ import base64
 import json
 import os
 import queue
-import socket
 import sys
 import threading
 import time
-import traceback
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TextIO
 
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 
 from pipeline import batcher, telemetry
 from pipeline.calibration import calibrate
-from pipeline.chunker import Chunker, with_chunk_columns
-from pipeline.errors import EXIT_BUG, EmbedCorpusError, ShardError, one_line
-from pipeline.ledger import Ledger, is_of
-from pipeline.prefetch import Prefetch
-from pipeline.reader import output_schema, read_windows
-from pipeline.records import Batch, Counters, Shard, Tokens, Window
-from pipeline.reuse import PreviousVectors, open_previous, token_hashes
-from pipeline.storage import open_output
+from pipeline.chunker import Chunker
+from pipeline.errors import EXIT_BUG, EmbedCorpusError
+from pipeline.feed import Feed, InThread
+from pipeline.prefetch import Follow, Prefetch
+from pipeline.records import Batch, Tokens
+from pipeline.sink import Sink
 from pipeline.tokenizer import Tokenizer, TokenizerSpec
+from pipeline.units import End, Say, TokenizedWindow, Unit, say_error
 from pipeline.worker_settings import WorkerSettings
-from pipeline.writer import NO_TOKENS, ShardWriter
 
 
 class AnyEncoder(Protocol):
-    """What the worker needs of an encoder; tests put one that costs nothing in its place."""
+    """What the worker needs of an encoder; tests put one that costs nothing in its place.
+
+    One that computes beside the host has ``submit`` too, and ``token_limit`` and ``num_oom_splits``: see
+    ``encoder.Encoder``.
+    """
 
     dim: int
     attention: str
@@ -60,38 +66,34 @@ class AnyEncoder(Protocol):
     def computed_tokens(self, batch: Batch) -> int: ...
 
 
-@dataclass(frozen=True)
-class TokenizedWindow:
-    """A window on its way to the encoder.
+class Submitted(Protocol):
+    """A batch on the device."""
 
-    Attributes:
-        window: its rows.
-        text_of_row: (num_rows,) int64, which text each row has; -1 for none.
-        tokens: of the window's different texts.
-        hashes: (num_texts, 2) uint64, what each text is recognised by.
-    """
-
-    window: Window
-    text_of_row: NDArray[np.int64]
-    tokens: Tokens
-    hashes: NDArray[np.uint64]
+    @property
+    def seconds(self) -> float: ...
+    def result(self) -> NDArray[np.float32]: ...
 
 
 class Worker:
-    """Does what it is asked, one request at a time.
+    """Does what it is asked.
 
     Args:
         settings: see there.
         say: sends one answer.
     """
 
-    def __init__(self, settings: WorkerSettings, say: Any) -> None:
+    def __init__(self, settings: WorkerSettings, say: Say) -> None:
         self._settings, self._say = settings, say
         start = time.perf_counter()
         self._encoder = load_encoder(settings)
         spec = self._encoder.tokenizer_spec()
         self._tokenizer = Tokenizer(spec)
         self._chunker = Chunker(spec, settings.chunk_overlap) if settings.long_texts == "chunk" else None
+        # What is still to be done with batches on the device and with the windows they complete, in order.
+        self._flight: deque[tuple[str, Callable[[], None]]] = deque()
+        # One batch is computed while the next is packed; where the host computes, there is nothing to overlap.
+        self._max_in_flight = 0 if self._encoder.device == "cpu" else 1
+        self._clock, self._since = telemetry.Clock(), 0.0
         say(
             "ready",
             dim=self._encoder.dim,
@@ -103,107 +105,110 @@ class Worker:
             load_s=round(time.perf_counter() - start, 3),
         )
 
-    def embed_shard(self, shard: Shard) -> dict[str, Any]:
-        """Embed one shard, publish its files and commit it; returns the commit record.
+    def run(self, requests: Iterator[dict[str, Any]]) -> None:
+        """Answer requests until they end. Shards overlap; everything else is answered in its turn."""
+        settings = self._settings
+        feed = Feed(settings, self._encoder.dim, self._chunker, InThread(self._tokenizer, self._chunker), self._say)
+        sink = Sink(settings, self._encoder, self._say)
+        with Prefetch(feed.items(requests)) as items, Follow(sink.take) as results:
+            self._since = time.perf_counter()
+            for item in self._arriving(items):
+                if isinstance(item, dict):
+                    self._answer(item)
+                    self._since = time.perf_counter()
+                    continue
+                if isinstance(item, TokenizedWindow) and item.unit.error is None:
+                    try:
+                        self._encode(item)
+                    except Exception as error:  # told by the sink, in its turn
+                        item.unit.error = error
+                if isinstance(item, End):
+                    self._account(item.unit)
+                self._flight.append(("wait_for_writer", partial(_hand_on, item, results)))
+                self._settle(self._max_in_flight)
 
-        Raises:
-            ShardError: the shard's data is bad.
-            OutputError: the output cannot be written.
-        """
-        settings, output = self._settings, open_output(self._settings.output)
-        ledger = Ledger(output)
-        record = ledger.record(shard.key)
-        if is_of(record, shard, settings.fingerprint):  # by another run since this one began
-            return record
-        previous = open_previous(output, record, settings.fingerprint)
-        counts, clock, beside, start = Counters(), telemetry.Clock(), telemetry.Clock(), time.perf_counter()
-        windows = beside.waiting("read", read_windows(shard, settings.columns, settings.id_name))
-        writer = ShardWriter(output, shard, self._encoder.dim, settings.embedding_dtype, settings.id_name)
-        schema = None
-        with writer, Prefetch(self._tokenized(windows, beside)) as tokenized:
-            for part in clock.waiting("wait_for_input", iter(tokenized)):
-                schema = part.window.table.schema
-                vectors = self._encode(shard, part, previous, counts, clock)
-                with clock.stage("write"):
-                    writer.write(part.window, part.text_of_row, vectors, part.hashes)
-                _count(counts, part)
-            if previous is not None:
-                previous.close()
-            if shard.num_rows is not None and counts.rows != shard.num_rows:
-                raise ShardError(f"{shard.path}: {counts.rows} rows read, its footer says {shard.num_rows}")
-            # From here on the old files are replaced: their record must go first, so that the two never disagree.
-            ledger.forget(shard.key)
-            with clock.stage("write"):
-                files = writer.finish(schema or self._empty_schema(shard))
-        counts.rows_out, counts.quarantined = writer.rows_out, writer.quarantined
-        files["output"]["chunked"] = self._chunker is not None
-        measured = telemetry.shard_telemetry(counts, clock.seconds, beside.seconds, time.perf_counter() - start)
-        record = {"shard": {"key": shard.key, **shard.identity()}, **files, **measured, **self._made_with()}
-        return ledger.commit(record)
+    def _arriving(self, items: Prefetch[Any]) -> Iterator[Any]:
+        """The items, and the time spent waiting for them; before a wait, everything in flight is brought home."""
+        source = iter(items)
+        while True:
+            if not items.is_waiting:
+                self._settle(0)
+            start = time.perf_counter()
+            item = next(source, None)
+            if item is None:
+                return
+            if not isinstance(item, dict):
+                # Time before the unit was there to be waited for is nobody's.
+                idle = max(0.0, min(item.unit.began, time.perf_counter()) - start)
+                self._clock.add("wait_for_input", time.perf_counter() - start - idle)
+                self._since += idle
+            yield item
 
-    def _made_with(self) -> dict[str, Any]:
-        """What a commit record says of this worker."""
-        return {
-            "fingerprint": self._settings.fingerprint,
-            "device": self._encoder.device,
-            "attention": self._encoder.attention,
-            "dtype": self._encoder.dtype,
-            "peak_memory_bytes": telemetry.peak_memory_bytes(),
-            "host": socket.gethostname(),
-            "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        }
+    def _account(self, unit: Unit) -> None:
+        """All time since the unit before it was done with belongs to this one; so the units' times add up."""
+        now = time.perf_counter()
+        unit.seconds, unit.wall_s = self._clock.seconds, now - self._since
+        self._clock, self._since = telemetry.Clock(), now
 
-    def _empty_schema(self, shard: Shard) -> pa.Schema:
-        schema = output_schema(shard, self._settings.columns, self._settings.id_name)
-        return schema if self._chunker is None else with_chunk_columns(schema)
+    def _settle(self, keep: int) -> None:
+        """Bring home all but the last ``keep`` batches, and hand on the windows that are complete."""
+        batches = sum(stage == "encode" for stage, _ in self._flight)
+        while self._flight and (batches > keep or self._flight[0][0] != "encode"):
+            stage, step = self._flight.popleft()
+            batches -= stage == "encode"
+            with self._clock.stage(stage):
+                step()
 
-    def _tokenized(self, windows: Iterator[Window], beside: telemetry.Clock) -> Iterator[TokenizedWindow]:
-        for window in windows:
-            if self._chunker is not None:
-                with beside.stage("chunk"):
-                    window = self._chunker.expand(window)
-            with beside.stage("tokenize"):
-                texts, text_of_row = distinct(window.texts)
-                tokens = self._tokenizer.encode(texts)
-                _reject_tokenless(window, text_of_row, tokens)
-                hashes = token_hashes(tokens)
-            yield TokenizedWindow(window, text_of_row, tokens, hashes)
-
-    def _encode(
-        self,
-        shard: Shard,
-        part: TokenizedWindow,
-        previous: PreviousVectors | None,
-        counts: Counters,
-        clock: telemetry.Clock,
-    ) -> NDArray[np.float32]:
-        """(num_texts, dim) float32; NaN where a text has no token."""
-        tokens = part.tokens
-        vectors = np.full((len(tokens.lengths), self._encoder.dim), np.nan, dtype=np.float32)
+    def _encode(self, item: TokenizedWindow) -> None:
+        """Compute what is not known of a window; its vectors are there when the flight has been settled."""
+        unit, tokens, clock = item.unit, item.tokens, self._clock
         todo = np.flatnonzero(tokens.lengths)
-        if previous is not None:
+        if unit.previous is not None:
             with clock.stage("reuse"):
-                known = previous.fill(part.hashes, vectors)
+                known = unit.previous.fill(item.hashes, item.vectors)
             todo = todo[~known[todo]]
-            counts.reused += int(known.sum())
-        num_tokens, done = int(tokens.lengths[todo].sum()), 0
+            unit.counts.reused += int(known.sum())
+        landing = _Landing(item, int(tokens.lengths[todo].sum()), self._say)
         for batch in clock.waiting("pack", self._batches(tokens, todo)):
+            splits = getattr(self._encoder, "num_oom_splits", 0)
             with clock.stage("encode"):
-                vectors[batch.texts] = self._encoder.encode(batch)
-            counts.batches += 1
-            counts.tokens += batch.num_tokens
-            counts.computed_tokens += self._encoder.computed_tokens(batch)
-            done += batch.num_tokens
-            # The longest texts come first: tokens tell how far the window is, rows would not.
-            rows = counts.rows + part.window.num_input_rows * done // num_tokens
-            self._say("progress", key=shard.key, rows=rows, tokens=counts.tokens)
-        return vectors
+                submitted = _submit(self._encoder, batch)
+            unit.counts.oom_splits += getattr(self._encoder, "num_oom_splits", 0) - splits
+            unit.counts.batches += 1
+            unit.counts.tokens += batch.num_tokens
+            unit.counts.computed_tokens += self._encoder.computed_tokens(batch)
+            self._flight.append(("encode", partial(landing.land, batch, submitted)))
+            self._settle(self._max_in_flight)
 
     def _batches(self, tokens: Tokens, todo: NDArray[np.int64]) -> Iterator[Batch]:
-        """The texts ``todo``, each in exactly one batch, longest first."""
-        budget = self._settings.max_batch_tokens
-        for chosen in batcher.plan_batches(tokens.lengths[todo], budget, padded=self._encoder.padded):
-            yield batcher.pack(tokens, todo[chosen])
+        """The texts ``todo``, each in exactly one batch, longest first.
+
+        Where the device turns out to have less room than the budget, what is left is planned anew.
+        """
+        while len(todo):
+            budget, done = self._budget(), 0
+            for chosen in batcher.plan_batches(tokens.lengths[todo], budget, padded=self._encoder.padded):
+                yield batcher.pack(tokens, todo[chosen])
+                done += len(chosen)
+                if self._budget() < budget:
+                    break
+            # Batches are cut from the order of lengths, so what was not done is its end.
+            todo = todo[np.argsort(-tokens.lengths[todo].astype(np.int64), kind="stable")][done:]
+
+    def _budget(self) -> int:
+        limit: int | None = getattr(self._encoder, "token_limit", None)
+        return self._settings.max_batch_tokens if limit is None else min(limit, self._settings.max_batch_tokens)
+
+    def _answer(self, request: dict[str, Any]) -> None:
+        try:
+            if request["do"] == "queries":
+                vectors = self.embed_queries(request["texts"])
+                data = base64.b64encode(vectors.tobytes()).decode("ascii")
+                self._say("vectors", dim=vectors.shape[1], data=data)
+            elif request["do"] == "calibrate":
+                self._say("calibrated", **self.calibrate(request["texts"], request["window_rows"]))
+        except Exception as error:
+            say_error(self._say, error)
 
     def embed_queries(self, texts: list[str]) -> NDArray[np.float32]:
         """(n, dim) float32, in the order given."""
@@ -220,6 +225,65 @@ class Worker:
         return {**measured, "peak_memory_bytes": telemetry.peak_memory_bytes()}
 
 
+class _Landing:
+    """Batches of one window as they come back from the device."""
+
+    def __init__(self, item: TokenizedWindow, num_tokens: int, say: Say) -> None:
+        self._item, self._num_tokens, self._say, self._done = item, num_tokens, say, 0
+
+    def land(self, batch: Batch, submitted: Submitted) -> None:
+        """Put a batch's vectors where they belong; never raises."""
+        item, unit = self._item, self._item.unit
+        try:
+            item.vectors[batch.texts] = submitted.result()
+        except Exception as error:  # told by the sink, in its turn
+            unit.error = unit.error or error
+            return
+        unit.device_s += submitted.seconds
+        self._done += batch.num_tokens
+        # The longest texts come first: tokens tell how far the window is, rows would not.
+        rows = unit.counts.rows + item.window.num_input_rows * self._done // self._num_tokens
+        self._say("progress", unit=unit.shard.unit, rows=rows, tokens=unit.counts.tokens)
+
+
+@dataclass(frozen=True)
+class _Computed:
+    """A batch of an encoder that computes where it is called."""
+
+    vectors: NDArray[np.float32]
+    seconds: float
+
+    def result(self) -> NDArray[np.float32]:
+        return self.vectors
+
+
+def _submit(encoder: AnyEncoder, batch: Batch) -> Submitted:
+    submit: Callable[[Batch], Submitted] | None = getattr(encoder, "submit", None)
+    if submit is not None:
+        return submit(batch)
+    start = time.perf_counter()
+    vectors = encoder.encode(batch)
+    return _Computed(vectors, time.perf_counter() - start)
+
+
+def _hand_on(item: TokenizedWindow | End, results: Follow[TokenizedWindow | End]) -> None:
+    if isinstance(item, TokenizedWindow):
+        _count(item)
+    results.put(item)
+
+
+def _count(part: TokenizedWindow) -> None:
+    counts = part.unit.counts
+    embedded = part.text_of_row[part.text_of_row >= 0]
+    dropped = part.tokens.dropped[embedded]
+    counts.rows += part.window.num_input_rows
+    counts.extra_chunks += part.window.num_rows - part.window.num_input_rows
+    counts.texts += len(part.tokens.lengths)
+    counts.duplicates += len(embedded) - int((part.tokens.lengths > 0).sum())
+    counts.truncated_texts += int((dropped > 0).sum())
+    counts.dropped_tokens += int(dropped.sum())
+
+
 def load_encoder(settings: WorkerSettings) -> AnyEncoder:
     if settings.stand_in is not None:
         import importlib
@@ -230,35 +294,6 @@ def load_encoder(settings: WorkerSettings) -> AnyEncoder:
     from pipeline.encoder import Encoder
 
     return Encoder.load(settings.encoder)
-
-
-def distinct(texts: list[str | None]) -> tuple[list[str], NDArray[np.int64]]:
-    """Each different text once, in order of first appearance, and which of them every row has (-1: none)."""
-    position: dict[str, int] = {}
-    rows = np.fromiter(
-        (-1 if text is None else position.setdefault(text, len(position)) for text in texts), np.int64, len(texts)
-    )
-    return list(position), rows
-
-
-def _reject_tokenless(window: Window, text_of_row: NDArray[np.int64], tokens: Tokens) -> None:
-    empty = tokens.lengths == 0
-    if empty.any():
-        for row in np.flatnonzero(text_of_row >= 0):
-            if empty[text_of_row[row]]:
-                window.rejected[int(row)] = NO_TOKENS
-                text_of_row[row] = -1
-
-
-def _count(counts: Counters, part: TokenizedWindow) -> None:
-    embedded = part.text_of_row[part.text_of_row >= 0]
-    dropped = part.tokens.dropped[embedded]
-    counts.rows += part.window.num_input_rows
-    counts.extra_chunks += part.window.num_rows - part.window.num_input_rows
-    counts.texts += len(part.tokens.lengths)
-    counts.duplicates += len(embedded) - int((part.tokens.lengths > 0).sum())
-    counts.truncated_texts += int((dropped > 0).sum())
-    counts.dropped_tokens += int(dropped.sum())
 
 
 def main() -> int:
@@ -273,33 +308,14 @@ def main() -> int:
             answers.write(json.dumps({"event": event, **values}) + "\n")
             answers.flush()
 
-    worker: Worker | None = None
-    while True:
-        request = requests.get()
-        try:
-            if request["do"] == "setup":
-                worker = Worker(WorkerSettings.from_json(request["settings"]), say)
-            elif request["do"] == "shard":
-                assert worker is not None
-                shard = Shard(**request["shard"])
-                try:
-                    say("done", record=worker.embed_shard(shard))
-                except ShardError as error:
-                    say("bad", key=shard.key, message=str(error))
-            elif request["do"] == "queries":
-                assert worker is not None
-                vectors = worker.embed_queries(request["texts"])
-                say("vectors", dim=vectors.shape[1], data=base64.b64encode(vectors.tobytes()).decode("ascii"))
-            elif request["do"] == "calibrate":
-                assert worker is not None
-                say("calibrated", **worker.calibrate(request["texts"], request["window_rows"]))
-            elif request["do"] == "stop":
-                return 0
-        except EmbedCorpusError as error:
-            say("error", message=str(error), exit_code=error.exit_code, trace=None)
-        except Exception as error:
-            trace = traceback.format_exc()
-            say("error", message=f"{type(error).__name__}: {one_line(error)}", exit_code=EXIT_BUG, trace=trace)
+    setup = requests.get()
+    try:
+        worker = Worker(WorkerSettings.from_json(setup["settings"]), say)
+    except Exception as error:
+        say_error(say, error)
+        return error.exit_code if isinstance(error, EmbedCorpusError) else EXIT_BUG
+    worker.run(iter(requests.get, None))
+    return 0
 
 
 def _listen(stdin: TextIO, requests: queue.Queue[dict[str, Any]]) -> None:

@@ -41,9 +41,9 @@ class ShardWriter:
 
     def __init__(self, output: Storage, shard: Shard, dim: int, dtype: str, id_name: str) -> None:
         self._output, self._dim, self._dtype, self._id_name = output, dim, dtype, id_name
-        self._embeddings = _File(output, f"embeddings/{shard.key}.parquet", dtype)
-        self._hashes = _File(output, f"reuse/{shard.key}.parquet")
-        self._quarantine = _File(output, f"quarantine/{shard.key}.parquet")
+        self._embeddings = TableFile(output, shard.output_name("embeddings"), dtype)
+        self._hashes = TableFile(output, shard.output_name("reuse"))
+        self._quarantine = TableFile(output, shard.output_name("quarantine"))
         self._files = (self._embeddings, self._hashes, self._quarantine)
         self.rows_in = 0
         self.quarantined: dict[str, int] = {}
@@ -56,11 +56,19 @@ class ShardWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.discard()
+        if isinstance(error, OSError):
+            raise self.failure(error) from None
+
+    def discard(self) -> None:
+        """Remove what was written and not published."""
         for file in self._files:
             file.discard()
-        if isinstance(error, OSError):
-            where = f"--output {self._output.root}: cannot write {self._embeddings.name}"
-            raise OutputError(f"{where} ({error}); make room, then run again") from None
+
+    def failure(self, error: OSError) -> OutputError:
+        """What an error while writing means."""
+        where = f"--output {self._output.root}: cannot write {self._embeddings.name}"
+        return OutputError(f"{where} ({error}); make room, then run again")
 
     def write(
         self,
@@ -123,7 +131,7 @@ class ShardWriter:
         return {"output": {**(self._embeddings.publish() or {}), "dim": self._dim}, **parts}
 
 
-class _File:
+class TableFile:
     """One Parquet file in the making: rows are gathered into row groups, nothing is visible before ``publish``."""
 
     def __init__(self, output: Storage, name: str, dtype: str = "") -> None:

@@ -418,9 +418,12 @@ def test_a_batch_that_does_not_fit_is_halved_until_it_does(monkeypatch: pytest.M
 
     monkeypatch.setattr(encoder, "_compute", tight)
     monkeypatch.setattr(encoder, "num_oom_splits", 0)
+    monkeypatch.setattr(encoder, "token_limit", None)
     assert_same(vectors_of(encoder, budget=100_000), expected)
     # 16 texts: 16 > 8 + 8 > 4 * 4 are split, 8 * 2 fit.
     assert encoder.num_oom_splits == 7
+    assert encoder.token_limit is not None
+    assert encoder.token_limit <= Tokenizer(encoder.tokenizer_spec()).encode(TEXTS).lengths.sum() // 4
 
 
 def test_one_text_that_does_not_fit_is_an_error_that_says_what_to_do(
@@ -440,7 +443,7 @@ def poison(monkeypatch: pytest.MonkeyPatch, encoder: Encoder) -> None:
 
     def broken(*args: Any) -> Any:
         vectors = compute(*args)
-        vectors[0, 1] = np.inf
+        vectors.result()[0, 1] = np.inf
         return vectors
 
     monkeypatch.setattr(encoder, "_compute", broken)

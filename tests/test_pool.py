@@ -61,7 +61,9 @@ def test_a_shard_that_kills_its_worker_is_given_up_and_the_others_finish(tmp_pat
         events = [event for event in workers.process(todo) if event.kind in ("done", "lost", "gave up")]
     ends = {event.shard.key: event for event in events if event.shard and event.kind != "lost"}
     assert {key: event.kind for key, event in ends.items()} == {"a": "done", "b": "gave up", "c": "done"}
-    assert sum(event.kind == "lost" for event in events) == pool.MAX_ATTEMPTS - 1
+    lost = [event.shard.key for event in events if event.shard and event.kind == "lost"]
+    assert lost.count("b") == pool.MAX_ATTEMPTS - 1
+    assert len(lost) <= pool.MAX_ATTEMPTS  # a shard that was in work beside it comes back once, then alone
     assert "b.parquet: worker on cpu killed (signal 9" in ends["b"].reason
 
 

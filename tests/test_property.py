@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ def test_rows_in_are_rows_out_plus_quarantined_in_order_with_reference_vectors(
     with tempfile.TemporaryDirectory() as folder:
         pq.write_table(pa.table({"id": range(len(texts)), "text": column}), f"{folder}/x.parquet", row_group_size=rows)
         [shard] = find_shards([folder])
-        worker.embed_shard(shard)
+        worker.run(iter([{"do": "shard", "shard": asdict(shard)}]))
     output = Path(worker._settings.output)
     record = Ledger(str(output)).record("x")
     assert record is not None
