@@ -53,7 +53,13 @@ def run(
         str | None, typer.Option(help="auto, torch-varlen, flash-attn, grouped, padded; auto probes and picks")
     ] = None,
     max_batch_tokens: Annotated[
-        int | None, typer.Option(help="tokens computed at once; default 2048 on a CPU, 32768 on a GPU")
+        int | None, typer.Option(help="tokens computed at once; default: measured, about 2048 on a CPU, 32768 on a GPU")
+    ] = None,
+    tokenizer_workers: Annotated[
+        str | None, typer.Option(help="tokenizer processes a device: a number, or auto (none on a CPU)")
+    ] = None,
+    compile: Annotated[
+        bool | None, typer.Option("--compile", help="torch.compile the model: for small models on a GPU")
     ] = None,
     index: IndexOption = None,
     long_texts: Annotated[
@@ -254,12 +260,15 @@ def show_report(report: RunReport, as_json: bool) -> None:
     console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 120)
     if report.shards:
         table = Table(box=None, pad_edge=False)
+        short = {"tokens_per_s": "tokens/s", "token_efficiency": "efficiency"}
         for name in SHARD_COLUMNS:
-            table.add_column(name.replace("_", " "), justify="left" if name == "shard" else "right")
+            table.add_column(short.get(name, name), justify="left" if name == "shard" else "right")
         for row in report.shard_rows():
             table.add_row(*map(display, row))
         console.print(table)
     console.print(report.sentence(), markup=False, soft_wrap=True)
+    if report.verdict:
+        console.print(f"The run was {report.verdict}.", markup=False, soft_wrap=True)
     if report.index is not None:
         console.print(describe_index(report.index), markup=False, soft_wrap=True)
     if report.certificate is not None:

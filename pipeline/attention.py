@@ -61,15 +61,19 @@ class Packed:
         return self._masks[key]
 
 
-def register() -> None:
-    """Make `NAME` known to transformers. Doing it again changes nothing.
+def register(*, compiled: bool = False) -> None:
+    """Make `NAME` known to transformers.
+
+    Args:
+        compiled: the model is compiled around it: torch.compile then leaves it alone.
 
     Only the attention function is registered, no mask function: for a name without one transformers hands on the
     caller's mask, here None, and builds no mask tensor.
     """
     from transformers import AttentionInterface
 
-    AttentionInterface.register(NAME, packed_attention)
+    function = torch.compiler.disable(packed_attention) if compiled else packed_attention  # type: ignore[no-untyped-call]
+    AttentionInterface.register(NAME, function)
 
 
 def packed_attention(

@@ -4,8 +4,9 @@ Whole processes take turns, one at a time: in each round the matrix products tha
 same run without its forward, and sentence-transformers at each batch size. All read the same Parquet file, use the same
 device, compute type and number of threads, and write Parquet. Each was run once before, uncounted, on a few rows.
 
-Nothing is left behind. This process imports no torch; what runs in the children is in ``bench_model`` and
-``bench_reference``, what is made of the figures in ``bench_report``. Leave the machine alone while it runs.
+Nothing is left behind but what is remembered of the model and the device (see ``tuning``). This process imports no
+torch; what runs in the children is in ``bench_model`` and ``bench_reference``, what is made of the figures in
+``bench_report``. Leave the machine alone while it runs.
 """
 
 from __future__ import annotations
@@ -32,11 +33,12 @@ from pipeline.bench_report import HOST_ONLY, OURS, Contender, summary
 from pipeline.config import nearest
 from pipeline.devices import num_gpus, resolve_devices, resolve_dtype
 from pipeline.errors import ConfigError, ShardError
+from pipeline.flops import cpu_name
 from pipeline.model import open_model
 from pipeline.pool import child_environment
-from pipeline.run import default_batch_tokens
 from pipeline.shards import Columns, check_shards, find_shards
 from pipeline.threads import available_cores
+from pipeline.tuning import default_batch_tokens
 
 COMPETITORS = ("sentence-transformers", "none")
 WARM_UP_ROWS = 32
@@ -233,13 +235,3 @@ class _Course:
 
     def _where(self) -> dict[str, str]:
         return {"device": self.device, "dtype": self.dtype}
-
-
-def cpu_name() -> str:
-    """As the kernel calls it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.processor() or platform.machine())

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from pipeline.flops import flops
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -45,17 +47,6 @@ def ratios(theirs: Sequence[float], ours: Sequence[float]) -> dict[str, Any]:
     return spread([other / own for other, own in zip(theirs, ours, strict=True)])
 
 
-def model_flops(lengths: Sequence[int], parameters: int, layers: int, width: int) -> float:
-    """Floating-point operations of one forward over texts of these lengths, padding not counted.
-
-    A token passes each parameter outside the embedding tables once: 2 · parameters. In attention it meets each token of
-    its text, once for the score and once for the sum: 4 · length · width a layer. Causal masks, sliding windows and
-    mixtures of experts, which need less, are counted in full; norms, activations and pooling are left out.
-    """
-    total = sum(lengths)
-    return 2.0 * parameters * total + 4.0 * width * layers * sum(length * length for length in lengths)
-
-
 def summary(contenders: dict[str, Contender], facts: dict[str, Any], peaks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The measured part of the result.
 
@@ -65,7 +56,10 @@ def summary(contenders: dict[str, Contender], facts: dict[str, Any], peaks: Sequ
         peaks: one a round; the best of all is the limit.
     """
     size = (facts["parameters"], facts["layers"], facts["width"])
-    flops = {"every_row": model_flops(facts["lengths"], *size), "computed_once": model_flops(facts["computed"], *size)}
+    need = {
+        name: flops(sum(lengths), sum(length * length for length in lengths), *size)
+        for name, lengths in (("every_row", facts["lengths"]), ("computed_once", facts["computed"]))
+    }
     peak = max(peaks, key=lambda one: float(one["flops_per_s"]))
     tokens, texts = sum(facts["lengths"]), len(facts["lengths"])
     ours, rows = contenders[OURS], []
@@ -79,7 +73,7 @@ def summary(contenders: dict[str, Contender], facts: dict[str, Any], peaks: Sequ
         }
         memory = [peak_bytes for peak_bytes in taken.peak_bytes if peak_bytes is not None]
         if name != HOST_ONLY:
-            done = flops["computed_once" if name == OURS else "every_row"]
+            done = need["computed_once" if name == OURS else "every_row"]
             row["share_of_peak"] = spread([done / seconds / peak["flops_per_s"] for seconds in taken.work_s])
             row["peak_memory_bytes"] = max(memory) if memory else None
         if name not in (OURS, HOST_ONLY):
@@ -95,7 +89,7 @@ def summary(contenders: dict[str, Contender], facts: dict[str, Any], peaks: Sequ
         rows.append(row)
     return {
         "contenders": rows,
-        "model_flops": {**flops, "parameters": size[0], "layers": size[1], "width": size[2]},
+        "model_flops": {**need, "parameters": size[0], "layers": size[1], "width": size[2]},
         "peak": {**peak, "rounds": [one["flops_per_s"] for one in peaks]},
     }
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -44,8 +44,12 @@ class RunConfig(BaseModel):
     devices: str = Field("auto", description="auto, cpu, cpu,cpu, cuda, cuda:0,cuda:1: one worker process each")
     attention: Attention = Field("auto", description="auto picks the fastest one that passes the load-time probe")
     max_batch_tokens: int | None = Field(
-        None, ge=1, description="tokens computed at once; default 2,048 on a CPU (fits its cache), 32,768 on a GPU"
+        None, ge=1, description="tokens computed at once; default: measured, about 2,048 on a CPU and 32,768 on a GPU"
     )
+    tokenizer_workers: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
+        "auto", description="tokenizer processes a device; auto: none on a CPU, on a GPU what the cores allow"
+    )
+    compile: bool = Field(False, description="put the model through torch.compile: for small models on a GPU")
     index: str = Field("auto", min_length=1, description="auto, none, or a FAISS factory string")
     long_texts: Literal["truncate", "chunk"] = Field(
         "truncate", description="texts above the limit: cut and counted, or one output row for each overlapping piece"

@@ -314,6 +314,9 @@ class Encoder:
                 self._prove(batch, expected)
                 return kind, ""
             except Exception as error:  # a foreign forward may fail in any way; the reason is kept
+                if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+                    name = type(self._model).__name__
+                    raise ModelError(f"--compile: {name} cannot be compiled here: {one_line(error)}") from error
                 reasons.append(f"{kind}: {one_line(error)}")
                 self._switch_back(original)
         if kinds and asked != "auto":
@@ -331,7 +334,7 @@ class Encoder:
             raise ModelError(f"{cls.__name__} does not take a foreign attention function")
         if "position_ids" not in self._inputs:
             raise ModelError(f"{cls.__name__} does not take position_ids")
-        attention.register()
+        attention.register(compiled=self._settings.compile)
         self._model.set_attn_implementation(attention.NAME)
         if self._model.config._attn_implementation != attention.NAME:
             raise ModelError(f"{cls.__name__} did not take the attention function")
@@ -360,7 +363,9 @@ class Encoder:
 
     def _prove(self, batch: Batch, expected: NDArray[np.float32]) -> None:
         """Raise unless the probe batch gives the reference vectors, with faster linear layers if those pass too."""
-        if self._device.type == "cpu" and self._dtype == torch.float32:
+        if self._settings.compile:
+            self._compile()
+        elif self._device.type == "cpu" and self._dtype == torch.float32:
             linears = PackedLinears(self._model)
             try:
                 self._compare(batch, expected)
@@ -370,6 +375,13 @@ class Encoder:
             except Exception:  # whatever it is, the plain layers decide
                 linears.undo()
         self._compare(batch, expected)
+
+    def _compile(self) -> None:
+        """Fuse what lies between matrix products. Attention stays as it is: its kernels are fused already.
+
+        Compiled without a fixed shape; oneDNN's packed layers, which the compiler cannot take in, are not used.
+        """
+        self._model.compile(dynamic=True)
 
     def _compare(self, batch: Batch, expected: NDArray[np.float32]) -> None:
         found = self._compute(batch, self._chain.all_after_pooling, None).result()

@@ -96,8 +96,11 @@ def _added_up(records: list[dict[str, Any]]) -> dict[str, Any]:
     for record in records:
         counts.add(Counters(**record["counts"]))
     seconds, busy = (_sums([record[name] for record in records]) for name in ("seconds", "busy_seconds"))
+    flops = sum(record["flops"] for record in records)
+    peak = max(record["peak_flops_per_s"] for record in records)
+    wall_s = seconds.pop("wall")
     return {
-        **telemetry.shard_telemetry(counts, {k: v for k, v in seconds.items() if k != "wall"}, busy, seconds["wall"]),
+        **telemetry.shard_telemetry(counts, seconds, busy, wall_s, flops, peak),
         "peak_memory_bytes": max(record["peak_memory_bytes"] for record in records),
         "parts": len(records),
         "counts": asdict(counts),

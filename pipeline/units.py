@@ -29,7 +29,7 @@ class Unit:
         counts: what it adds up to.
         seconds: exclusive seconds of the device's thread by stage; ``wall_s`` is all that this thread gave the unit.
         beside: seconds of work in other threads and processes.
-        device_s: seconds the device computed.
+        device_s, flops: seconds the device computed, and floating-point operations of the texts; 0 where unknown.
         done: its commit record, where an earlier one is still true.
         error: why it cannot be finished; what still comes of it is thrown away.
     """
@@ -38,7 +38,7 @@ class Unit:
         self.shard, self.began = shard, time.perf_counter()
         self.counts, self.beside = Counters(), telemetry.Clock()
         self.seconds: dict[str, float] = {}
-        self.wall_s = self.device_s = 0.0
+        self.wall_s = self.device_s = self.flops = 0.0
         self.previous: PreviousVectors | None = None
         self.done: dict[str, Any] | None = None
         self.error: Exception | None = None

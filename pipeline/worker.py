@@ -40,7 +40,9 @@ from pipeline.feed import Feed, InThread
 from pipeline.prefetch import Follow, Prefetch
 from pipeline.records import Batch, Tokens
 from pipeline.sink import Sink
+from pipeline.threads import available_cores
 from pipeline.tokenizer import Tokenizer, TokenizerSpec
+from pipeline.tuning import Tuning, default_batch_tokens, tuned
 from pipeline.units import End, Say, TokenizedWindow, Unit, say_error
 from pipeline.worker_settings import WorkerSettings
 
@@ -86,6 +88,10 @@ class Worker:
         self._settings, self._say = settings, say
         start = time.perf_counter()
         self._encoder = load_encoder(settings)
+        load_s = time.perf_counter() - start
+        self._tuning = self._tuned()
+        tune_s = time.perf_counter() - start - load_s
+        self._max_batch_tokens = settings.max_batch_tokens or self._tuning.max_batch_tokens
         spec = self._encoder.tokenizer_spec()
         self._tokenizer = Tokenizer(spec)
         self._chunker = Chunker(spec, settings.chunk_overlap) if settings.long_texts == "chunk" else None
@@ -102,14 +108,23 @@ class Worker:
             device=self._encoder.device,
             dtype=self._encoder.dtype,
             num_parameters=self._encoder.num_parameters,
-            load_s=round(time.perf_counter() - start, 3),
+            max_batch_tokens=self._max_batch_tokens,
+            tuning=self._tuning.to_dict(),
+            load_s=round(load_s, 3),
+            tune_s=round(tune_s, 3),
         )
+
+    def _tuned(self) -> Tuning:
+        device = self._encoder.device
+        if self._settings.stand_in is not None or not self._settings.tune:
+            return Tuning(default_batch_tokens(device))
+        return tuned(self._encoder, device, available_threads())
 
     def run(self, requests: Iterator[dict[str, Any]]) -> None:
         """Answer requests until they end. Shards overlap; everything else is answered in its turn."""
         settings = self._settings
         feed = Feed(settings, self._encoder.dim, self._chunker, InThread(self._tokenizer, self._chunker), self._say)
-        sink = Sink(settings, self._encoder, self._say)
+        sink = Sink(settings, self._encoder, self._tuning.peak_flops_per_s, self._say)
         with Prefetch(feed.items(requests)) as items, Follow(sink.take) as results:
             self._since = time.perf_counter()
             for item in self._arriving(items):
@@ -176,6 +191,8 @@ class Worker:
             unit.counts.oom_splits += getattr(self._encoder, "num_oom_splits", 0) - splits
             unit.counts.batches += 1
             unit.counts.tokens += batch.num_tokens
+            squares = float((batch.lengths.astype(np.int64) ** 2).sum())
+            unit.flops += self._tuning.flops(batch.num_tokens, squares)
             unit.counts.computed_tokens += self._encoder.computed_tokens(batch)
             self._flight.append(("encode", partial(landing.land, batch, submitted)))
             self._settle(self._max_in_flight)
@@ -197,7 +214,7 @@ class Worker:
 
     def _budget(self) -> int:
         limit: int | None = getattr(self._encoder, "token_limit", None)
-        return self._settings.max_batch_tokens if limit is None else min(limit, self._settings.max_batch_tokens)
+        return self._max_batch_tokens if limit is None else min(limit, self._max_batch_tokens)
 
     def _answer(self, request: dict[str, Any]) -> None:
         try:
@@ -220,7 +237,7 @@ class Worker:
 
     def calibrate(self, texts: list[str | None], window_rows: int) -> dict[str, Any]:
         """Lengths and cost of a sample, for a plan."""
-        budget = self._settings.max_batch_tokens
+        budget = self._max_batch_tokens
         measured = calibrate(self._encoder, self._tokenizer, self._chunker, texts, window_rows, budget)
         return {**measured, "peak_memory_bytes": telemetry.peak_memory_bytes()}
 
@@ -282,6 +299,11 @@ def _count(part: TokenizedWindow) -> None:
     counts.duplicates += len(embedded) - int((part.tokens.lengths > 0).sum())
     counts.truncated_texts += int((dropped > 0).sum())
     counts.dropped_tokens += int(dropped.sum())
+
+
+def available_threads() -> int:
+    """That torch computes with, as the coordinator has set it."""
+    return int(os.environ.get("OMP_NUM_THREADS", "0")) or available_cores()
 
 
 def load_encoder(settings: WorkerSettings) -> AnyEncoder:

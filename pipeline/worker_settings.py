@@ -19,10 +19,12 @@ class WorkerSettings:
         columns: which input columns are read.
         id_name: name of the key in the output.
         embedding_dtype: stored type.
-        max_batch_tokens: token budget of a batch.
+        max_batch_tokens: token budget of a batch; 0 for the one that suits model and device, see ``tuning``.
+        tune: find out what the device can do, also where the budget is given; for attribution.
         fingerprint: of the run, for the commit records.
         long_texts: ``truncate``, or ``chunk``: one output row for each piece of a text above the limit.
         chunk_overlap: tokens that neighbouring chunks share; None for an eighth.
+        tokenizer_workers: processes that tokenize for this worker; 0 for none.
         offline: the model hub is not asked; it must be where shards are read from it.
         stand_in: ``module:function`` that returns an encoder, instead of loading the model; for tests and measuring.
     """
@@ -32,10 +34,12 @@ class WorkerSettings:
     columns: Columns = field(default_factory=lambda: Columns("text", None))
     id_name: str = "id"
     embedding_dtype: str = "float32"
-    max_batch_tokens: int = 2048
+    max_batch_tokens: int = 0
+    tune: bool = False
     fingerprint: str = ""
     long_texts: str = "truncate"
     chunk_overlap: int | None = None
+    tokenizer_workers: int = 0
     offline: bool = True
     stand_in: str | None = None
 

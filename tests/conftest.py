@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["EMBED_CORPUS_NO_TUNING"] = "1"  # a few seconds for each machine, and budgets must not vary between runs
 ROOT = Path(__file__).resolve().parent.parent
 SAMPLE_DATA = ROOT / "sample_data"
 STAND_IN = "tests.stand_in:make"

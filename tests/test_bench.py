@@ -21,7 +21,7 @@ from pipeline import bench_report
 from pipeline.bench import BenchConfig, check_plot, parse_batch_sizes
 from pipeline.bench_files import copy_texts, parity, quotas
 from pipeline.bench_process import timed, tree_bytes
-from pipeline.bench_report import HOST_ONLY, OURS, Contender, model_flops, ratios, spread, summary
+from pipeline.bench_report import HOST_ONLY, OURS, Contender, ratios, spread, summary
 from pipeline.errors import ConfigError, ModelError, Stopped
 from pipeline.shards import Columns, check_shards, find_shards
 from pipeline.writer import embedding_type
@@ -53,12 +53,6 @@ def test_medians_come_with_the_range_of_the_rounds() -> None:
 def test_ratios_are_taken_round_by_round() -> None:
     # 15/10, 40/20, 12/12; the ratio of the medians would be 15/12.
     assert ratios([15, 40, 12], [10, 20, 12]) == {"median": 1.5, "min": 1.0, "max": 2.0, "rounds": [1.5, 2.0, 1.0]}
-
-
-def test_model_flops_are_two_a_parameter_and_attention_by_length() -> None:
-    # 2 · 100 · (2 + 4) for the parameters, 4 · 5 · 3 · (2² + 4²) for attention.
-    assert model_flops([2, 4], parameters=100, layers=3, width=5) == 1200 + 1200
-    assert model_flops([], parameters=100, layers=3, width=5) == 0
 
 
 def test_the_summary_is_computed_from_the_rounds() -> None:

@@ -65,9 +65,7 @@ def test_a_folder_without_shards_is_named(command: RunCommand, model_dir: str, t
 
 
 def test_a_missing_column_is_named_with_the_nearest_one(command: RunCommand, model_dir: str) -> None:
-    message = failing(
-        command, 78, SAMPLE_DATA, "--output", "out", "--model", model_dir, "--text-column", "texts"
-    )
+    message = failing(command, 78, SAMPLE_DATA, "--output", "out", "--model", model_dir, "--text-column", "texts")
     assert "no column 'texts'; did you mean 'text'?" in message
 
 

@@ -14,10 +14,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline import sample
-from pipeline.calibration import cost_terms, spread, windows
 from pipeline.config import build_config
 from pipeline.errors import ConfigError, ShardError
-from pipeline.plan import Plan, describe_plan, fit_cost, half_width, index_bytes, make_plan, makespan
+from pipeline.forecast import half_width
+from pipeline.plan import Plan, describe_plan, make_plan
 from pipeline.run import run
 from pipeline.shards import Columns, check_shards, find_shards
 from pipeline.telemetry import RunReport
@@ -205,45 +205,3 @@ def test_what_a_person_reads_fits_and_names_every_figure(mixed: Path, model_dir:
         "shards", "rows", "tokens", "lengths", "batches", "time", "cost", "memory", "disk", "index", "rests on",
     ]  # fmt: skip
     assert all(len(text) <= 110 for _, text in lines)
-
-
-def test_coefficients_are_found_and_never_negative() -> None:
-    terms = np.array([cost_terms(np.full(n, length, np.int32), padded=False) for n, length in
-                      [(100, 5), (50, 10), (20, 40), (8, 100), (2, 500), (1, 512), (30, 17)]])  # fmt: skip
-    wanted = np.array([1e-4, 1e-7, 0.01])
-    found, scatter = fit_cost(np.column_stack([terms, terms @ wanted]))
-    np.testing.assert_allclose(found, wanted, rtol=1e-6)
-    assert scatter < 1e-6
-    found, _ = fit_cost(np.column_stack([terms, np.arange(7, 0, -1)]))
-    assert (found >= 0).all()
-    found, _ = fit_cost(np.array([[100.0, 1.0, 1.0, 2.0], [200.0, 2.0, 1.0, 4.0]]))
-    np.testing.assert_allclose(found, [0.02, 0, 0])
-
-
-def test_windows_repeat_a_small_sample_and_share_out_a_large_one() -> None:
-    pieces = np.array([1, 0, 2])
-    [window] = windows(pieces, 6)
-    assert sorted(window.tolist()) == [0, 0, 1, 1, 2, 2]
-    assert sorted(np.concatenate(windows(pieces, 1)).tolist()) == [0, 1, 2]
-    assert spread(5) == [0, 4, 2, 1, 3]
-    assert cost_terms(np.array([3, 5], np.int32), padded=True) == (10, 50, 1)
-
-
-def test_shards_are_dealt_out_as_devices_become_free() -> None:
-    assert makespan([4, 1, 1, 1], 2) == 4
-    assert makespan([1, 1, 4], 2) == 5
-    assert makespan([], 3) == 0
-
-
-@pytest.mark.parametrize(
-    ("factory", "expected"),
-    [
-        ("IDMap2,Flat", 1000 * (4 * 64 + 8)),
-        ("IVF16,Flat", 1000 * (4 * 64 + 8) + 16 * 64 * 4),
-        ("IVF16,SQ8", 1000 * (64 + 8) + 16 * 64 * 4),
-        ("IDMap2,PQ16x4", 1000 * (8 + 8)),
-        ("OPQ16,IVF16,PQ16", None),
-    ],
-)
-def test_index_sizes_are_those_of_the_codes(factory: str, expected: int | None) -> None:
-    assert index_bytes(factory, 1000, 64) == expected
