@@ -155,14 +155,15 @@ class _Course:
         )
         self._warm_up()
         contenders: dict[str, Contender] = {}
-        peaks = []
+        peaks, tokenize_s = [], []
         for number in range(1, self.config.rounds + 1):
             peaks.append(self._peak(facts["shapes"]))
+            tokenize_s.append(self._ask_model("tokenize", shard=self.shard, model=self.model).answer["seconds"])
             counted = self._round(number, contenders)["counts"]["tokens"]
             expected = sum(facts["computed"])
             assert counted == expected, f"{counted} tokens computed, {expected} expected. This is a bug."
         return {
-            **summary(contenders, facts, peaks),
+            **summary(contenders, facts, peaks, tokenize_s),
             "input": {
                 "texts": len(lengths),
                 "tokens": sum(lengths),

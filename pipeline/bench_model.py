@@ -2,6 +2,7 @@
 
 ``python -m pipeline.bench_model WHAT JSON`` answers with JSON on stdout. WHAT is one of
 
+    tokenize    how long the model's tokenizer takes for the texts, alone on all cores
     facts       the model's size, and how many tokens each text of a shard has
     peak        how fast this machine multiplies matrices of the model's shapes
     host-only   the run with an encoder that returns at once: all that is not the forward
@@ -12,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from pipeline.tokenizer import Tokenizer, TokenizerSpec
 
 STAND_IN = "pipeline.bench_model:make"
 POOL_ROWS = 4_096
+TOKENIZER_BLOCK = 1_024
 
 
 class HostOnly:
@@ -125,11 +128,37 @@ def token_lengths(shard: str, tokenizer: Tokenizer) -> tuple[NDArray[np.int64], 
     return np.concatenate(rows), np.concatenate(once)
 
 
+def tokenize(shard: str, model: str) -> dict[str, Any]:
+    """``seconds`` of the tokenizers library for all texts, without anything around it: the limit of a host-only run.
+
+    Its parallelism is the library's own; ids stay in its objects. The texts are given in blocks, which is faster than
+    all at once.
+    """
+    import pyarrow.parquet as pq
+    import tokenizers
+
+    tokenizer = tokenizers.Tokenizer.from_file(os.path.join(model, "tokenizer.json"))
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    texts = pq.read_table(shard, columns=["text"])["text"].to_pylist()
+    blocks = [texts[start : start + TOKENIZER_BLOCK] for start in range(0, len(texts), TOKENIZER_BLOCK)]
+    tokenizer.encode_batch_fast(blocks[0])
+    start = time.perf_counter()
+    for block in blocks:
+        tokenizer.encode_batch_fast(block)
+    return {"seconds": time.perf_counter() - start}
+
+
 def main() -> int:
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever a library prints must not end up in the answer
     what, given = sys.argv[1], json.loads(sys.argv[2])
-    kinds: dict[str, Callable[..., dict[str, Any]]] = {"facts": facts, "peak": peak, "host-only": host_only}
+    kinds: dict[str, Callable[..., dict[str, Any]]] = {
+        "facts": facts,
+        "tokenize": tokenize,
+        "peak": peak,
+        "host-only": host_only,
+    }
     try:
         answer = kinds[what](**given)
     except EmbedCorpusError as error:

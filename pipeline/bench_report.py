@@ -47,13 +47,19 @@ def ratios(theirs: Sequence[float], ours: Sequence[float]) -> dict[str, Any]:
     return spread([other / own for other, own in zip(theirs, ours, strict=True)])
 
 
-def summary(contenders: dict[str, Contender], facts: dict[str, Any], peaks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def summary(
+    contenders: dict[str, Contender],
+    facts: dict[str, Any],
+    peaks: Sequence[dict[str, Any]],
+    tokenize_s: Sequence[float],
+) -> dict[str, Any]:
     """The measured part of the result.
 
     Args:
         contenders: by name; ``OURS`` and ``HOST_ONLY`` among them.
         facts: see ``bench_model.facts``.
         peaks: one a round; the best of all is the limit.
+        tokenize_s: of the bare tokenizer, one a round.
     """
     size = (facts["parameters"], facts["layers"], facts["width"])
     need = {
@@ -90,6 +96,12 @@ def summary(contenders: dict[str, Contender], facts: dict[str, Any], peaks: Sequ
     return {
         "contenders": rows,
         "model_flops": {**need, "parameters": size[0], "layers": size[1], "width": size[2]},
+        "tokenizer": {
+            "tokens_per_s": spread([tokens / seconds for seconds in tokenize_s]),
+            "host_only_share": spread(
+                [alone / run for alone, run in zip(tokenize_s, contenders[HOST_ONLY].work_s, strict=True)]
+            ),
+        },
         "peak": {**peak, "rounds": [one["flops_per_s"] for one in peaks]},
     }
 
@@ -136,7 +148,12 @@ def tables(document: dict[str, Any]) -> list[Table | str]:
         f"Peak: matrix products of the model's shapes reach {peak['flops_per_s'] / 1e9:,.0f} GFLOP/s here ({product}). "
         f"The model needs {flops['every_row'] / max(1, given['tokens']) / 1e6:,.1f} MFLOP a token, padding not counted."
     )
-    return [intro, speed, *([versus] if versus.row_count else []), outro]
+    tokenizer = document["tokenizer"]
+    host = (
+        f"Host: the tokenizer alone makes {_range(tokenizer['tokens_per_s'], '{:,.0f}')} tokens/s on these cores; "
+        f"all but the forward, Parquet to Parquet, reaches {_range(tokenizer['host_only_share'], '{:.0%}')} of that."
+    )
+    return [intro, speed, *([versus] if versus.row_count else []), outro, host]
 
 
 def _range(values: dict[str, Any], form: str) -> str:

@@ -23,8 +23,8 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from pipeline import ledger
-from pipeline.errors import ConfigError, IndexingError, one_line
-from pipeline.storage import Storage
+from pipeline.errors import ConfigError, IndexingError
+from pipeline.storage import Storage, reading
 
 BLOCK_FLOATS = 4 << 20
 IDS_ROW_GROUP = 8192
@@ -221,14 +221,8 @@ def _ordinals(previous: dict[str, Any], keys: list[str]) -> dict[str, int]:
     return {key: known[key] if key in known else next(unused) for key in keys}
 
 
-@contextlib.contextmanager
-def _open(store: Storage, name: str) -> Iterator[pq.ParquetFile]:
-    # Opened as one file: as a dataset, a folder named key=value in its path would become a column.
-    try:
-        with pq.ParquetFile(store.source(name), page_checksum_verification=True, pre_buffer=False) as parquet:
-            yield parquet
-    except (OSError, KeyError, pa.ArrowException) as error:
-        raise IndexingError(f"{store.location(name)}: cannot be read ({one_line(error)}); {REDO}") from error
+def _open(store: Storage, name: str) -> contextlib.AbstractContextManager[pq.ParquetFile]:
+    return reading(store, name, lambda what: IndexingError(f"{what}; {REDO}"))
 
 
 def _row_groups(parquet: pq.ParquetFile) -> Iterator[tuple[int, int, int]]:

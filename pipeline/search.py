@@ -14,7 +14,7 @@ import contextlib
 import html
 import shlex
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ from pipeline import ledger
 from pipeline.corpus import Positions, Vectors
 from pipeline.errors import ConfigError, one_line
 from pipeline.recall import load_faiss, set_parameter
-from pipeline.storage import Storage, open_output, sha256_file
+from pipeline.storage import Storage, open_output, reading, sha256_file
 from pipeline.threads import available_cores
 
 VERSION = 1
@@ -297,13 +297,8 @@ class CorpusIndex:
         return f"{self._store.root}: shard {key} changed after the index was built; {_rebuild(self._store)}"
 
 
-@contextlib.contextmanager
-def _reading(store: Storage, path: str) -> Iterator[pq.ParquetFile]:
-    try:
-        with pq.ParquetFile(store.source(path), page_checksum_verification=True, pre_buffer=False) as parquet:
-            yield parquet
-    except (OSError, KeyError, pa.ArrowException) as error:
-        raise ConfigError(f"{store.location(path)}: cannot be read ({one_line(error)}); {_rebuild(store)}") from error
+def _reading(store: Storage, path: str) -> contextlib.AbstractContextManager[pq.ParquetFile]:
+    return reading(store, path, lambda what: ConfigError(f"{what}; {_rebuild(store)}"))
 
 
 def _take(parquet: pq.ParquetFile, rows: Positions, columns: list[str]) -> pa.Table:

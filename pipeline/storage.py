@@ -12,11 +12,14 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from pipeline.errors import ConfigError
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipeline.errors import ConfigError, one_line
 from pipeline.remote import is_remote
 
 TEMPORARY_SUFFIX = ".tmp"
@@ -216,6 +219,22 @@ class Output:
                 yield False
                 return
             yield True
+
+
+@contextlib.contextmanager
+def reading(store: Storage, name: str, failure: Callable[[str], Exception]) -> Iterator[pq.ParquetFile]:
+    """A Parquet file of the output, checksums checked; as one file: as a dataset, a folder named key=value in its path
+    would become a column.
+
+    Args:
+        store, name: where it is.
+        failure: makes the error of a message that says what could not be read and why.
+    """
+    try:
+        with pq.ParquetFile(store.source(name), page_checksum_verification=True, pre_buffer=False) as parquet:
+            yield parquet
+    except (OSError, KeyError, pa.ArrowException) as error:
+        raise failure(f"{store.location(name)}: cannot be read ({one_line(error)})") from error
 
 
 def json_bytes(document: Any) -> bytes:
