@@ -57,12 +57,11 @@ def pack(tokens: Tokens, indices: NDArray[np.int64]) -> Batch:
         tokens: token ids of all texts.
         indices: (num_texts,) which of them.
     """
-    starts = np.cumsum(tokens.lengths, dtype=np.int64) - tokens.lengths
     lengths = tokens.lengths[indices]
     cu_seqlens = np.zeros(len(indices) + 1, np.int32)
     np.cumsum(lengths, out=cu_seqlens[1:])
     # Source position of each target position: its text's shift, plus where it stands in the batch.
-    shift = np.repeat(starts[indices] - cu_seqlens[:-1], lengths)
+    shift = np.repeat(tokens.starts[indices] - cu_seqlens[:-1], lengths)
     return Batch(
         input_ids=tokens.input_ids[shift + np.arange(cu_seqlens[-1])],
         cu_seqlens=cu_seqlens,

@@ -34,7 +34,7 @@ TOKENIZER_BLOCK = 1_024
 class HostOnly:
     """Stands in for the encoder: its tokenizer, batches and dimensions are the real model's, its vectors are made up.
 
-    They are random, as real ones look to a compressor, and cost a copy. A run with it has ``stand_in`` in its
+    They are random, as real ones look to a compressor, and cost nothing. A run with it has ``stand_in`` in its
     fingerprint, so a real run never continues one.
 
     Args:
@@ -50,7 +50,8 @@ class HostOnly:
         self.padded = real.padded
         self._spec = real.tokenizer_spec()
         vectors = np.random.default_rng(0).standard_normal((POOL_ROWS, self.dim), dtype=np.float32)
-        self._vectors = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+        vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+        self._vectors = np.concatenate([vectors, vectors])
         self._next = 0
 
     def tokenizer_spec(self) -> TokenizerSpec:
@@ -58,10 +59,10 @@ class HostOnly:
 
     def encode(self, batch: Batch) -> NDArray[np.float32]:
         """(num_texts, dim) float32 of no meaning."""
-        rows = (self._next + np.arange(batch.num_texts)) % POOL_ROWS
-        self._next += batch.num_texts
-        vectors: NDArray[np.float32] = self._vectors[rows]
-        return vectors
+        if batch.num_texts > POOL_ROWS:
+            return np.resize(self._vectors, (batch.num_texts, self.dim))
+        start, self._next = self._next, (self._next + batch.num_texts) % POOL_ROWS
+        return self._vectors[start : start + batch.num_texts]
 
     def computed_tokens(self, batch: Batch) -> int:
         return batch.num_texts * batch.max_seqlen if self.padded else batch.num_tokens

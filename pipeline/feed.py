@@ -36,9 +36,11 @@ class Tokenizing(Protocol):
 
     Attributes:
         windows_ahead: how many windows can be in work behind the one that is wanted.
+        busy_seconds: of work in other processes so far.
     """
 
     windows_ahead: int
+    busy_seconds: float
 
     def submit(self, texts: Sequence[str]) -> Pending: ...
     def cut(self, texts: Sequence[str | None]) -> list[list[Span]]: ...
@@ -53,6 +55,7 @@ class Feed:
         self._settings, self._dim, self._chunker = settings, dim, chunker
         self._tokenizing, self._say = tokenizing, say
         self._output = open_output(settings.output) if settings.output else None
+        self._busy_seconds = 0.0  # of the tokenizer processes, as far as it is accounted for
 
     def items(self, requests: Iterator[dict[str, Any]]) -> Iterator[TokenizedWindow | End | dict[str, Any]]:
         for request in requests:
@@ -99,9 +102,10 @@ class Feed:
     def _tokenized(
         self, unit: Unit, window: Window, text_of_row: NDArray[np.int64], pending: Pending
     ) -> TokenizedWindow:
-        with unit.beside.stage("tokenize"):
-            tokens, hashes = pending.result()
-            _reject_tokenless(window, text_of_row, tokens)
+        tokens, hashes = pending.result()
+        unit.beside.add("tokenize", self._tokenizing.busy_seconds - self._busy_seconds)
+        self._busy_seconds = self._tokenizing.busy_seconds
+        _reject_tokenless(window, text_of_row, tokens)
         vectors = np.full((len(tokens.lengths), self._dim), np.nan, dtype=np.float32)
         return TokenizedWindow(unit, window, text_of_row, tokens, hashes, vectors)
 
@@ -110,6 +114,7 @@ class InThread:
     """Tokenizes where it is asked to; the interface of `TokenizerProcesses` without a process."""
 
     windows_ahead = 0
+    busy_seconds = 0.0
 
     def __init__(self, tokenizer: Tokenizer, chunker: Chunker | None = None) -> None:
         self._tokenizer, self._chunker = tokenizer, chunker

@@ -7,6 +7,7 @@ rows of a window is one text). Arrays are numpy and never padded: a batch of n t
 
 from __future__ import annotations
 
+import functools
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -158,6 +159,12 @@ class Tokens:
     input_ids: NDArray[np.int32]
     lengths: NDArray[np.int32]
     dropped: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+
+    @functools.cached_property
+    def starts(self) -> NDArray[np.int64]:
+        """(n,) where each text begins in ``input_ids``; kept, since every batch of a window asks for it."""
+        starts: NDArray[np.int64] = np.cumsum(self.lengths, dtype=np.int64) - self.lengths
+        return starts
 
 
 @dataclass(frozen=True)

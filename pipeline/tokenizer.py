@@ -14,9 +14,9 @@ string with a lone surrogate is no Unicode text and cannot be tokenized, each su
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,8 @@ from pipeline.records import Tokens
 _CHARS_PER_TOKEN = 16
 # Tokens a prefix must have beyond the limit, so that its own last word is never among those that are kept.
 _MARGIN_TOKENS = 32
+# Texts handed to the library at once; it holds some hundred bytes a token until the last of them is done.
+_BLOCK_TEXTS = 1024
 
 # Kinds whose result for a word does not depend on what comes after the next whitespace.
 _LOCAL_PRE_TOKENIZERS = frozenset(
@@ -116,17 +118,20 @@ class Tokenizer:
             Ids with special tokens, cut to the limit.
         """
         prompted = [self.spec.prompt + text for text in texts] if self.spec.prompt else list(texts)
-        contents = self._contents(prompted)
-        dropped = np.zeros(len(contents), np.int64)
-        if self._room is not None:
-            for index, ids in enumerate(contents):
-                if len(ids) > self._room:
-                    contents[index] = self._cut(ids)
-                    dropped[index] = len(ids) - self._room
-        num_special = len(self._prefix) + len(self._suffix)
-        lengths = np.fromiter((len(ids) + num_special for ids in contents), np.int32, len(contents))
-        parts = chain.from_iterable((self._prefix, ids, self._suffix) for ids in contents)
-        input_ids = np.fromiter(chain.from_iterable(parts), np.int32, int(lengths.sum()))
+        prefix, suffix = array("i", self._prefix), array("i", self._suffix)
+        # Python's integers of one text at a time go into one C array: half the time that lists of all of them take.
+        flat, seen, kept = array("i"), [], []
+        for ids in self._contents(prompted):
+            seen.append(len(ids))
+            if self._room is not None and len(ids) > self._room:
+                ids = self._cut(ids)
+            kept.append(len(ids))
+            flat.extend(prefix)
+            flat.fromlist(ids)
+            flat.extend(suffix)
+        input_ids = np.array(flat, np.int32)
+        lengths = np.array(kept, np.int32) + np.int32(len(prefix) + len(suffix))
+        dropped = np.array(seen, np.int64) - np.array(kept, np.int64)
         return Tokens(input_ids, lengths, dropped)
 
     def words(self) -> list[str]:
@@ -136,7 +141,7 @@ class Tokenizer:
         # Letters beyond ASCII are bytes in disguise in a byte-level vocabulary.
         return [word for word in words if word.isascii()] or words or ["a", "b"]
 
-    def _contents(self, texts: list[str]) -> list[list[int]]:
+    def _contents(self, texts: list[str]) -> Iterator[list[int]]:
         """Ids of each text without special tokens; those of very long texts may end early, beyond the limit."""
         if self._room is None or not self._is_local:
             return self._tokenize(texts)
@@ -144,8 +149,8 @@ class Tokenizer:
         is_long = [len(text) > long_chars for text in texts]
         if not any(is_long):
             return self._tokenize(texts)
-        short = iter(self._tokenize([text for text, long in zip(texts, is_long, strict=True) if not long]))
-        return [self._encode_long(text) if long else next(short) for text, long in zip(texts, is_long, strict=True)]
+        short = self._tokenize([text for text, long in zip(texts, is_long, strict=True) if not long])
+        return (self._encode_long(text) if long else next(short) for text, long in zip(texts, is_long, strict=True))
 
     def _encode_long(self, text: str) -> list[int]:
         """Ids of a prefix of `text` that begin with the same `_room` ids as those of all of it.
@@ -158,19 +163,25 @@ class Tokenizer:
         num_chars = _CHARS_PER_TOKEN * (self._room + _MARGIN_TOKENS)
         shorter: list[int] = []
         while cut := _cut_before_space(text, num_chars):
-            [longer] = self._tokenize([text[:cut]])
+            longer = self._tokenize_one(text[:cut])
             if len(shorter) > self._room + _MARGIN_TOKENS and shorter[: self._room] == longer[: self._room]:
                 return longer
             shorter, num_chars = longer, 2 * num_chars
-        return self._tokenize([text])[0]
+        return self._tokenize_one(text)
 
-    def _tokenize(self, texts: list[str]) -> list[list[int]]:
-        try:
-            encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        except (TypeError, UnicodeEncodeError):
-            texts = [_without_surrogates(text) for text in texts]
-            encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        return [encoding.ids for encoding in encodings]
+    def _tokenize(self, texts: list[str]) -> Iterator[list[int]]:
+        for start in range(0, len(texts), _BLOCK_TEXTS):
+            block = texts[start : start + _BLOCK_TEXTS]
+            try:
+                encodings = self._tokenizer.encode_batch_fast(block, add_special_tokens=False)
+            except (TypeError, UnicodeEncodeError):
+                block = [_without_surrogates(text) for text in block]
+                encodings = self._tokenizer.encode_batch_fast(block, add_special_tokens=False)
+            for encoding in encodings:
+                yield encoding.ids
+
+    def _tokenize_one(self, text: str) -> list[int]:
+        return next(self._tokenize([text]))
 
     def _cut(self, ids: list[int]) -> list[int]:
         assert self._room is not None
@@ -178,7 +189,7 @@ class Tokenizer:
 
     def _special_tokens(self) -> tuple[list[int], list[int]]:
         """The ids that the post-processor puts before and after every text, the same for all samples."""
-        pairs = [(self._tokenizer.encode(t).ids, self._tokenize([t])[0]) for t in _SAMPLES]
+        pairs = [(self._tokenizer.encode(t).ids, self._tokenize_one(t)) for t in _SAMPLES]
         num_special = len(pairs[0][0]) - len(pairs[0][1])
         for split in range(num_special + 1):
             prefix, suffix = pairs[0][0][:split], pairs[0][0][split:num_special]
@@ -206,7 +217,7 @@ class Tokenizer:
         self._tokenizer.enable_truncation(self.spec.max_length, direction=self.spec.truncation_side)
         theirs = self._tokenizer.encode(sample).ids
         self._tokenizer.no_truncation()
-        content = self._tokenize([sample])[0]
+        content = self._tokenize_one(sample)
         ours = [*self._prefix, *(self._cut(content) if len(content) > self._room else content), *self._suffix]
         if theirs != ours:
             raise ModelError("the tokenizer truncates in a way that cannot be reproduced; not supported")

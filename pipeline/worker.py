@@ -17,6 +17,7 @@ counts.
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
 import queue
@@ -36,7 +37,7 @@ from pipeline import batcher, telemetry
 from pipeline.calibration import calibrate
 from pipeline.chunker import Chunker
 from pipeline.errors import EXIT_BUG, EmbedCorpusError
-from pipeline.feed import Feed, InThread
+from pipeline.feed import Feed, InThread, Tokenizing
 from pipeline.prefetch import Follow, Prefetch
 from pipeline.records import Batch, Tokens
 from pipeline.sink import Sink
@@ -45,6 +46,8 @@ from pipeline.tokenizer import Tokenizer, TokenizerSpec
 from pipeline.tuning import Tuning, default_batch_tokens, tuned
 from pipeline.units import End, Say, TokenizedWindow, Unit, say_error
 from pipeline.worker_settings import WorkerSettings
+
+PROGRESS_EVERY_S = 0.1
 
 
 class AnyEncoder(Protocol):
@@ -99,7 +102,7 @@ class Worker:
         self._flight: deque[tuple[str, Callable[[], None]]] = deque()
         # One batch is computed while the next is packed; where the host computes, there is nothing to overlap.
         self._max_in_flight = 0 if self._encoder.device == "cpu" else 1
-        self._clock, self._since = telemetry.Clock(), 0.0
+        self._clock, self._since, self._told = telemetry.Clock(), 0.0, 0.0
         say(
             "ready",
             dim=self._encoder.dim,
@@ -123,9 +126,12 @@ class Worker:
     def run(self, requests: Iterator[dict[str, Any]]) -> None:
         """Answer requests until they end. Shards overlap; everything else is answered in its turn."""
         settings = self._settings
-        feed = Feed(settings, self._encoder.dim, self._chunker, InThread(self._tokenizer, self._chunker), self._say)
         sink = Sink(settings, self._encoder, self._tuning.peak_flops_per_s, self._say)
-        with Prefetch(feed.items(requests)) as items, Follow(sink.take) as results:
+        with (
+            self._tokenizing() as tokenizing,
+            Prefetch(Feed(settings, self._encoder.dim, self._chunker, tokenizing, self._say).items(requests)) as items,
+            Follow(sink.take) as results,
+        ):
             self._since = time.perf_counter()
             for item in self._arriving(items):
                 if isinstance(item, dict):
@@ -141,6 +147,14 @@ class Worker:
                     self._account(item.unit)
                 self._flight.append(("wait_for_writer", partial(_hand_on, item, results)))
                 self._settle(self._max_in_flight)
+
+    def _tokenizing(self) -> contextlib.AbstractContextManager[Tokenizing]:
+        if not self._settings.tokenizer_workers:
+            return contextlib.nullcontext(InThread(self._tokenizer, self._chunker))
+        from pipeline.tokenizer_process import TokenizerProcesses
+
+        count, overlap = self._settings.tokenizer_workers, self._settings.chunk_overlap
+        return TokenizerProcesses(self._tokenizer.spec, count, overlap, chunk=self._chunker is not None)
 
     def _arriving(self, items: Prefetch[Any]) -> Iterator[Any]:
         """The items, and the time spent waiting for them; before a wait, everything in flight is brought home."""
@@ -183,7 +197,7 @@ class Worker:
                 known = unit.previous.fill(item.hashes, item.vectors)
             todo = todo[~known[todo]]
             unit.counts.reused += int(known.sum())
-        landing = _Landing(item, int(tokens.lengths[todo].sum()), self._say)
+        landing = _Landing(item, int(tokens.lengths[todo].sum()), self._progress)
         for batch in clock.waiting("pack", self._batches(tokens, todo)):
             splits = getattr(self._encoder, "num_oom_splits", 0)
             with clock.stage("encode"):
@@ -196,6 +210,13 @@ class Worker:
             unit.counts.computed_tokens += self._encoder.computed_tokens(batch)
             self._flight.append(("encode", partial(landing.land, batch, submitted)))
             self._settle(self._max_in_flight)
+
+    def _progress(self, unit: Unit, rows: int) -> None:
+        """Tell how far a unit is, but not so often that telling it takes time: a batch may take half a millisecond."""
+        now = time.perf_counter()
+        if now - self._told >= PROGRESS_EVERY_S:
+            self._told = now
+            self._say("progress", unit=unit.shard.unit, rows=rows, tokens=unit.counts.tokens)
 
     def _batches(self, tokens: Tokens, todo: NDArray[np.int64]) -> Iterator[Batch]:
         """The texts ``todo``, each in exactly one batch, longest first.
@@ -245,8 +266,8 @@ class Worker:
 class _Landing:
     """Batches of one window as they come back from the device."""
 
-    def __init__(self, item: TokenizedWindow, num_tokens: int, say: Say) -> None:
-        self._item, self._num_tokens, self._say, self._done = item, num_tokens, say, 0
+    def __init__(self, item: TokenizedWindow, num_tokens: int, progress: Callable[[Unit, int], None]) -> None:
+        self._item, self._num_tokens, self._progress, self._done = item, num_tokens, progress, 0
 
     def land(self, batch: Batch, submitted: Submitted) -> None:
         """Put a batch's vectors where they belong; never raises."""
@@ -260,7 +281,7 @@ class _Landing:
         self._done += batch.num_tokens
         # The longest texts come first: tokens tell how far the window is, rows would not.
         rows = unit.counts.rows + item.window.num_input_rows * self._done // self._num_tokens
-        self._say("progress", unit=unit.shard.unit, rows=rows, tokens=unit.counts.tokens)
+        self._progress(unit, rows)
 
 
 @dataclass(frozen=True)
