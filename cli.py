@@ -68,6 +68,12 @@ def run(
     chunk_overlap: Annotated[int | None, typer.Option(help="tokens that pieces share; default: an eighth")] = None,
     prune: Annotated[bool | None, typer.Option("--prune", help="remove what is no longer in the input")] = None,
     verify: Annotated[bool | None, typer.Option("--verify", help="prove the output in the end, like 'verify'")] = None,
+    rank: Annotated[int | None, typer.Option(help="which of --world-size this is; default: the scheduler's")] = None,
+    world_size: Annotated[int | None, typer.Option(help="how many processes share the shards, on any machines")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="stop before a shard once so many are computed")] = None,
+    max_cost: Annotated[float | None, typer.Option(help="stop before a shard once the run has cost so much")] = None,
+    max_hours: Annotated[float | None, typer.Option(help="stop before a shard after so many hours")] = None,
+    price_per_hour: Annotated[float | None, typer.Option(help="of the machine, all devices: adds the cost")] = None,
     trust_remote_code: Annotated[
         bool | None, typer.Option("--trust-remote-code", help="run Python code that the model folder brings")
     ] = None,
@@ -88,6 +94,8 @@ def run(
         for failure in report.failed:
             print(f"embed-corpus: {failure.reason}", file=sys.stderr)
         show_faults(report.certificate)
+        if report.stopped:
+            print(f"embed-corpus: {report.stopped}", file=sys.stderr)
     raise typer.Exit(report.exit_code)
 
 
@@ -110,10 +118,9 @@ def options_of_run(*without: str) -> Callable[[Callable[..., None]], Callable[..
 
 
 @app.command("plan")
-@options_of_run("prune", "verify")
+@options_of_run("prune", "verify", "rank", "world_size", "max_tokens", "max_cost", "max_hours")
 def plan_command(
     *,
-    price_per_hour: Annotated[float | None, typer.Option(help="of the machine, all devices: adds the cost")] = None,
     as_json: Json = False,
     progress: Progress = "auto",
     **options: Any,
@@ -132,7 +139,7 @@ def plan_command(
         job, save = options.pop("job"), options["output"] is not None
         # Without an output there is none to leave out of the input: nothing lies below os.devnull.
         config = build_config(job, {"input": options.pop("inputs"), **options}, {"output": os.devnull})
-        plan = make_plan(config, make_display(progress), price_per_hour=price_per_hour, save=save)
+        plan = make_plan(config, make_display(progress), save=save)
         for warning in plan.warnings:
             print(f"warning: {warning}", file=sys.stderr)
         if as_json:

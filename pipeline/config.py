@@ -57,6 +57,12 @@ class RunConfig(BaseModel):
     chunk_overlap: int | None = Field(None, ge=0, description="tokens that pieces share; default: an eighth")
     prune: bool = Field(False, description="remove the output of shards that are no longer in the input")
     verify: bool = Field(False, description="prove the output in the end, as 'embed-corpus verify' does")
+    rank: int | None = Field(None, ge=0, description="which of --world-size processes this is, from 0")
+    world_size: int | None = Field(None, ge=1, description="how many processes share the shards, on any machines")
+    max_tokens: int | None = Field(None, ge=1, description="stop before a shard once so many tokens are computed")
+    max_cost: float | None = Field(None, gt=0, description="stop before a shard once it has cost so much")
+    max_hours: float | None = Field(None, gt=0, description="stop before a shard after so many hours")
+    price_per_hour: float | None = Field(None, ge=0, description="of this machine with all its devices")
     trust_remote_code: bool = Field(False, description="run Python code that the model folder brings")
 
     @field_validator("input", mode="before")
@@ -75,6 +81,8 @@ class RunConfig(BaseModel):
     def _one_prompt(self) -> RunConfig:
         if self.prompt is not None and self.prompt_name is not None:
             raise ValueError("prompt and prompt-name exclude each other: give one")
+        if self.max_cost is not None and not self.price_per_hour:
+            raise ValueError("--max-cost needs --price-per-hour: give both")
         if self.chunk_overlap is not None and self.long_texts != "chunk":
             raise ValueError("--chunk-overlap goes with --long-texts chunk: give both or neither")
         return self

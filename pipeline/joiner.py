@@ -98,14 +98,16 @@ def _added_up(records: list[dict[str, Any]]) -> dict[str, Any]:
     seconds, busy = (_sums([record[name] for record in records]) for name in ("seconds", "busy_seconds"))
     flops = sum(record["flops"] for record in records)
     peak = max(record["peak_flops_per_s"] for record in records)
-    wall_s = seconds.pop("wall")
+    wall_s, costs = seconds.pop("wall"), [record["cost"] for record in records]
     return {
         **telemetry.shard_telemetry(counts, seconds, busy, wall_s, flops, peak),
         "peak_memory_bytes": max(record["peak_memory_bytes"] for record in records),
         "parts": len(records),
+        "length_histogram": _sums([record["length_histogram"] for record in records]),
+        "cost": None if None in costs else sum(costs),
         "counts": asdict(counts),
     }
 
 
 def _sums(many: list[dict[str, float]]) -> dict[str, float]:
-    return {name: sum(values.get(name, 0.0) for values in many) for name in dict.fromkeys(k for v in many for k in v)}
+    return {name: sum(values.get(name, 0) for values in many) for name in dict.fromkeys(k for v in many for k in v)}

@@ -170,6 +170,7 @@ def start_run(
     layout: Mapping[str, Any],
     config: Mapping[str, Any],
     model: Mapping[str, Any],
+    size: Mapping[str, int],
 ) -> str:
     """Write ``run.json`` and return the fingerprint; continue only a run that was configured the same.
 
@@ -179,6 +180,7 @@ def start_run(
         layout: all that changes the columns of the output files, by name.
         config: the options, for the reader's information.
         model: what search must know to embed a query.
+        size: readable shards of the input and their rows, for whoever watches.
 
     Raises:
         ConfigError: the folder holds finished shards of another configuration; every field that differs is named.
@@ -204,6 +206,7 @@ def start_run(
         "layout": dict(layout),
         "config": dict(config),
         "model": dict(model),
+        "input": dict(size),
     }
     if isinstance(previous, dict) and previous.get("fingerprint") == mark and "budget" in previous:
         document["budget"] = previous["budget"]

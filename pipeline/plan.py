@@ -108,7 +108,6 @@ def make_plan(
     config: RunConfig,
     display: Display | None = None,
     *,
-    price_per_hour: float | None = None,
     save: bool = False,
     stand_in: str | None = None,
 ) -> Plan:
@@ -117,7 +116,6 @@ def make_plan(
     Args:
         config: the options of the run.
         display: is told what is being done.
-        price_per_hour: of the machine with all its devices, in whatever currency.
         save: write ``plan.json`` to the output, for the run to compare itself with.
         stand_in: see ``WorkerSettings``.
 
@@ -127,8 +125,6 @@ def make_plan(
         Stopped: the worker died.
     """
     display = display or NoDisplay()
-    if price_per_hour is not None and price_per_hour < 0:
-        raise ConfigError(f"--price-per-hour {price_per_hour}: expected 0 or more")
     job = resolve(config)
     output, checked, devices = job.output, job.checked, job.devices
     rows = sum(shard.num_rows or 0 for shard in checked.shards)
@@ -164,7 +160,7 @@ def make_plan(
     measured = Measured.of(answer, sample, worker.ready["max_batch_tokens"], window_rows)
     ready = worker.ready
     bad = [*checked.bad, *sample.damaged]
-    plan = _put_together(config, devices, shards, bad, sample, measured, ready, load_s, price_per_hour)
+    plan = _put_together(config, devices, shards, bad, sample, measured, ready, load_s, config.price_per_hour)
     if save:
         fields = {**vector_fields(config, job.model, job.encoder), **({"stand_in": stand_in} if stand_in else {})}
         save_plan(output, plan, ledger.fingerprint(fields))

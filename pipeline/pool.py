@@ -144,6 +144,7 @@ class Pool:
         self._workers: list[WorkerProcess] = []
         self._failed_starts = 0
         self._later: list[str] = []
+        self._todo = _Queue([])
 
     def __enter__(self) -> Pool:
         return self
@@ -166,15 +167,19 @@ class Pool:
             OutputError: the output takes no more data.
             Stopped: workers die before they can start.
         """
-        todo = _Queue(units)
+        self._todo = todo = _Queue(units)
         # The first worker finds out the budget, undisturbed; the others use it, too.
         self._later = self._devices[1 : len(todo)]
         if todo:
             self._spawn(self._devices[0])
         if self._settings.max_batch_tokens:
             self._spawn_later()
-        while not todo.is_done:
+        while not (todo.is_done or (todo.is_stopped and not any(worker.units for worker in self._workers))):
             yield from self._next(todo)
+
+    def stop(self) -> None:
+        """Hand out nothing more: ``process`` ends when what is in work has ended."""
+        self._todo.stop()
 
     def _spawn(self, device: str) -> None:
         self._workers.append(WorkerProcess(device, self._settings, self._threads, self._events))
@@ -274,9 +279,13 @@ class _Queue:
         )
         self._attempts: collections.Counter[str] = collections.Counter()
         self._open = {unit.key for unit in units}
+        self.is_stopped = False
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return 0 if self.is_stopped else len(self._waiting)
+
+    def stop(self) -> None:
+        self.is_stopped = True
 
     @property
     def is_done(self) -> bool:
@@ -284,7 +293,7 @@ class _Queue:
 
     def take(self, beside: Sequence[Shard]) -> Shard | None:
         """The next unit for a worker that has others in work; None where there is none that goes with them."""
-        if not self._waiting or (beside and any(self._attempts[unit.unit] for unit in [*beside, self._waiting[0]])):
+        if not len(self) or (beside and any(self._attempts[unit.unit] for unit in [*beside, self._waiting[0]])):
             return None
         return self._waiting.popleft()
 

@@ -23,9 +23,11 @@ from pipeline.config import RunConfig
 from pipeline.devices import num_gpus, resolve_devices, resolve_dtype
 from pipeline.errors import EXIT_BUG, ConfigError, EmbedCorpusError, IndexingError, Stopped
 from pipeline.ledger import Ledger
+from pipeline.limits import Limits, Meter
 from pipeline.model import ModelFolder, open_model
 from pipeline.pool import Event, Pool, child_environment
 from pipeline.progress import Display, NoDisplay
+from pipeline.ranks import Rank, resolve_rank, share
 from pipeline.records import CHUNK_COLUMNS, EncoderSettings, Shard
 from pipeline.shards import Checked, Columns, check_shards, find_shards
 from pipeline.storage import Storage, open_output
@@ -57,15 +59,23 @@ def run(config: RunConfig, display: Display | None = None, *, stand_in: str | No
     job = resolve(config)
     output, columns, model, devices, checked = job.output, job.columns, job.model, job.devices, job.checked
     encoder = job.encoder
+    rank = resolve_rank(config.rank, config.world_size)
+    if rank is not None and (config.prune or config.verify):
+        raise ConfigError(f"--{'prune' if config.prune else 'verify'} is for a run of all shards; this is rank {rank}")
     warnings = output.prepare()
-    with output.lock() as ours:
+    with output.lock(shared=rank is not None) as ours:
         if not ours:
             raise Stopped(f"--output {output.root}: another run holds its lock; wait for it, or use another --output")
-        output.sweep()
+        if rank is None:
+            output.sweep()  # what other ranks are writing must stay
         fields = {**vector_fields(config, model, encoder), **({"stand_in": stand_in} if stand_in else {})}
-        fingerprint = ledger.start_run(output, fields, layout_fields(config), *described(config, model, encoder))
+        fingerprint = ledger.start_run(
+            output, fields, layout_fields(config), *described(config, model, encoder, checked)
+        )
+        everything, checked = checked, share_of(checked, rank)
         todo = Ledger(output).unfinished(checked.shards, fingerprint)
-        Ledger(output).sweep_parts(unit.key for unit in todo if unit.parts)
+        if rank is None:
+            Ledger(output).sweep_parts(unit.key for unit in todo if unit.parts)
         settings = WorkerSettings(
             encoder=encoder,
             output=str(output.root),
@@ -78,6 +88,7 @@ def run(config: RunConfig, display: Display | None = None, *, stand_in: str | No
             long_texts=config.long_texts,
             chunk_overlap=config.chunk_overlap,
             tokenizer_workers=tokenizer_workers(config, devices),
+            price_per_hour=None if config.price_per_hour is None else config.price_per_hour / len(devices),
             offline=not any(shard.path.startswith("hf://") for shard in checked.shards),
             stand_in=stand_in,
         )
@@ -87,22 +98,24 @@ def run(config: RunConfig, display: Display | None = None, *, stand_in: str | No
             device=",".join(devices),
             shards_total=len(checked.shards) + len(checked.bad),
             shards_skipped=len(checked.shards) - sum(unit.part is None for unit in todo),
+            rank=str(rank or ""),
+            price_per_hour=config.price_per_hour,
             warnings=warnings,
         )
         if config.devices == "auto" and devices == ["cpu"] and todo:
             report.warnings.append("no GPU found: running on the CPU")
-        note_removed(report, Ledger(output), checked, prune=config.prune)
-        embed(todo, checked, devices, settings, config.index, report, display)
+        note_removed(report, Ledger(output), everything, prune=config.prune)
+        embed(todo, checked, devices, settings, config.index, Meter(Limits.of(config), start), report, display)
         spare = (available_cores() - len(devices) * (1 + settings.tokenizer_workers)) // len(devices)
         report.verdict = verdict(report.shards, settings.tokenizer_workers, spare)
         add_totals(report, output)
-        if config.index != "none" and report.total_rows_out:
+        if config.index != "none" and report.total_rows_out and rank is None and not report.stopped:
             try:
                 report.index = build_index(output, config.index, display)
             except IndexingError as error:  # the vectors are safe; the report must still be shown
                 report.add_failure("index", "bad", str(error))
         compare_with_plan(report, output, fingerprint, time.perf_counter() - start)
-    if config.verify:
+    if config.verify and not report.stopped:
         report.certificate = prove(output, display)
     report.wall_s = time.perf_counter() - start
     return report
@@ -142,6 +155,7 @@ def embed(
     devices: Sequence[str],
     settings: WorkerSettings,
     factory: str,
+    meter: Meter,
     report: RunReport,
     display: Display,
 ) -> None:
@@ -172,7 +186,24 @@ def embed(
                 assert event.shard is not None
                 report.add_failure(event.shard.path, event.kind, event.reason)
             show(event)
+            if not report.stopped and (reached := meter.exceeded(event)):
+                report.stopped = f"{reached}; run the same command again to continue"
+                display.line(f"{reached}: what is in work is finished, nothing more is begun")
+                pool.stop()
+        if report.stopped and report.shards_done + report.shards_failed == len(shards) + len(checked.bad):
+            report.stopped = ""  # it was reached by the last of them
     report.encode_wall_s = time.perf_counter() - start
+
+
+def share_of(checked: Checked, rank: Rank | None) -> Checked:
+    """What a rank does of it; all of it without one."""
+    if rank is None:
+        return checked
+    mine = {shard.key for shard in share([*checked.shards, *(shard for shard, _ in checked.bad)], rank)}
+    return Checked(
+        [shard for shard in checked.shards if shard.key in mine],
+        [(shard, reason) for shard, reason in checked.bad if shard.key in mine],
+    )
 
 
 def note_encoder(report: RunReport, event: Event) -> None:
@@ -259,11 +290,16 @@ def layout_fields(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def described(config: RunConfig, model: ModelFolder, encoder: EncoderSettings) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The ``config`` and ``model`` parts of run.json."""
+def described(
+    config: RunConfig, model: ModelFolder, encoder: EncoderSettings, checked: Checked
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, int]]:
+    """The ``config``, ``model`` and ``input`` parts of run.json."""
     query = {"path": str(model.path), "name": model.name, "query_prompt": model.query_prompt(), "dtype": encoder.dtype}
     inputs = [name if "://" in name else os.path.abspath(name) for name in config.input]
-    return {**config.model_dump(), "input": inputs}, query
+    # What only one of several ranks says, or only one day's run, is no property of the output.
+    own = {"rank", "world_size", "max_tokens", "max_cost", "max_hours", "price_per_hour"}
+    size = {"shards": len(checked.shards), "rows": sum(shard.num_rows or 0 for shard in checked.shards)}
+    return {**config.model_dump(exclude=own), "input": inputs}, query, size
 
 
 def compare_with_plan(report: RunReport, output: Storage, fingerprint: str, took_s: float) -> None:

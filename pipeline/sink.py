@@ -102,9 +102,16 @@ class Sink:
         busy = {**unit.beside.seconds, "device": unit.device_s}
         busy["write"] = busy.get("write", 0.0) + time.perf_counter() - start
         measured = telemetry.shard_telemetry(counts, unit.seconds, busy, unit.wall_s, unit.flops, self._peak)
-        return ledger.commit(
-            {"shard": {"key": shard.key, **shard.identity()}, **files, **measured, **self._made_with()}
-        )
+        price = settings.price_per_hour
+        record = {
+            "shard": {"key": shard.key, **shard.identity()},
+            **files,
+            **measured,
+            "length_histogram": {str(2**i): int(count) for i, count in enumerate(unit.lengths) if count},
+            "cost": None if price is None else unit.wall_s / 3600 * price,
+            **self._made_with(),
+        }
+        return ledger.commit(record)
 
     def _empty_schema(self, shard: Shard) -> pa.Schema:
         schema = output_schema(shard, self._settings.columns, self._settings.id_name)

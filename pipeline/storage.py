@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import shutil
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -87,8 +88,8 @@ class Storage(Protocol):
         """Remove what a crash left; returns how many. Only safe while holding the lock."""
         ...
 
-    def lock(self) -> contextlib.AbstractContextManager[bool]:
-        """Hold the output for one coordinator; yields False when another one has it."""
+    def lock(self, *, shared: bool = False) -> contextlib.AbstractContextManager[bool]:
+        """Hold the output for one coordinator, or for one of several ranks; yields False when another one has it."""
         ...
 
 
@@ -144,7 +145,8 @@ class Output:
         """A fresh path beside ``name``, in a folder that exists; hidden, and marked as unfinished."""
         target = self.path(name)
         target.parent.mkdir(parents=True, exist_ok=True)
-        return target.parent / f".{target.name}.{os.getpid()}{TEMPORARY_SUFFIX}"
+        # Not by process number alone: two containers that share the folder may have the same.
+        return target.parent / f".{target.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}{TEMPORARY_SUFFIX}"
 
     def publish(self, temporary: Path, name: str) -> None:
         """Make a finished temporary file appear as ``name``, replacing what was there, durably."""
@@ -163,9 +165,22 @@ class Output:
             temporary.unlink(missing_ok=True)
 
     def create_json(self, name: str, document: Any) -> bool:
-        """The lock has made sure that nobody else writes here."""
-        self.write_json(name, document)
-        return True
+        """A link appears whole or not at all, and never in another's place: of two ranks exactly one has it."""
+        temporary, target = self.temporary(name), self.path(name)
+        try:
+            temporary.write_bytes(json_bytes(document))
+            with open(temporary, "rb") as file:
+                os.fsync(file.fileno())
+            try:
+                os.link(temporary, target)
+            except FileExistsError:
+                return False
+            except OSError:  # a file system without links; the lock keeps whole runs apart there
+                os.replace(temporary, target)
+            _sync_folder(target.parent)
+            return True
+        finally:
+            temporary.unlink(missing_ok=True)
 
     def read_json(self, name: str) -> Any | None:
         """The document, or None when it is missing or was cut: both mean 'not finished'."""
@@ -205,16 +220,17 @@ class Output:
         return len(left)
 
     @contextlib.contextmanager
-    def lock(self) -> Iterator[bool]:
+    def lock(self, *, shared: bool = False) -> Iterator[bool]:
         """Hold the output for one coordinator; yields False when another one has it.
 
-        The kernel releases the lock when its holder dies, however it dies.
+        Ranks hold it together, and keep out whoever works without a rank. The kernel releases the lock when its holder
+        dies, however it dies.
         """
         import fcntl
 
         with open(self.root / ".lock", "a", encoding="ascii") as file:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
             except BlockingIOError:
                 yield False
                 return

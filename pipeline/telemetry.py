@@ -124,6 +124,9 @@ class RunReport:
         certificate: what ``--verify`` found, or None.
         planned: ``tokens`` and ``seconds`` that ``plan --output`` expected, beside ``took_s``; None without a plan.
         retries: units that were given out again after their worker was lost.
+        rank: which of several processes this was, such as ``3 of 8``; empty for a run of all shards.
+        stopped: which limit ended the run before its work was done; empty for none.
+        price_per_hour, cost: of the machine, and of this run so far; None where the price was not given.
         verdict: one sentence on what bounded the run; empty where too little was computed to tell.
         warnings: what a person should know.
     """
@@ -151,6 +154,9 @@ class RunReport:
     index: dict[str, Any] | None = None
     certificate: dict[str, Any] | None = None
     planned: dict[str, float] | None = None
+    rank: str = ""
+    stopped: str = ""
+    price_per_hour: float | None = None
     verdict: str = ""
     warnings: list[str] = field(default_factory=list)
 
@@ -161,6 +167,14 @@ class RunReport:
     @property
     def texts_per_s(self) -> float:
         return rate(self.counts.rows_out, self.encode_wall_s)
+
+    @property
+    def cost(self) -> float | None:
+        return None if self.price_per_hour is None else self.wall_s / 3600 * self.price_per_hour
+
+    @property
+    def cost_per_million_tokens(self) -> float | None:
+        return self.cost / self.counts.tokens * 1e6 if self.cost is not None and self.counts.tokens else None
 
     def add_shard(self, record: dict[str, Any]) -> None:
         self.shards_done += 1
@@ -177,7 +191,7 @@ class RunReport:
         kinds = {failure.kind for failure in self.failed}
         if "bug" in kinds:
             return EXIT_BUG
-        if "gave up" in kinds:
+        if "gave up" in kinds or self.stopped:
             return EXIT_STOPPED
         proven = self.certificate is None or self.certificate["ok"]
         return EXIT_OK if proven and not kinds else EXIT_DATA
@@ -187,6 +201,7 @@ class RunReport:
         document = asdict(self)
         document["tokens_per_s"], document["texts_per_s"] = self.tokens_per_s, self.texts_per_s
         document["shards"] = [dict(zip(SHARD_COLUMNS, row, strict=True)) for row in self.shard_rows()]
+        document["cost"], document["cost_per_million_tokens"] = self.cost, self.cost_per_million_tokens
         document["wall_s"], document["encode_wall_s"] = round(self.wall_s, 3), round(self.encode_wall_s, 3)
         return document
 
@@ -233,6 +248,9 @@ class RunReport:
         if self.shards_failed:
             parts.append(f"{self.shards_failed} failed")
         parts.append(f"{self.counts.tokens:,} tokens in {self.encode_wall_s:.1f} s ({self.tokens_per_s:,.0f} tokens/s)")
+        if self.cost is not None:
+            each = self.cost_per_million_tokens
+            parts.append(f"cost {self.cost:,.4g}" + ("" if each is None else f" ({each:,.3g} a million tokens)"))
         return ", ".join(parts) + self._beside_plan()
 
     def _beside_plan(self) -> str:

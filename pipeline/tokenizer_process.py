@@ -6,6 +6,10 @@ order given. The tokens are those of `Tokenizer`, the spans those of `Chunker`: 
 Children are plain processes (``python -m pipeline.tokenizer_process``) with a pipe each way. They leave when their
 stdin ends, whatever they are doing, so none outlives the worker. One that dies is replaced and its slice done again.
 
+84,000 texts, 5.6 million tokens of all-MiniLM-L6-v2, on a server CPU of 2 cores (2026-12): one child 0.85 million
+tokens/s, two 1.66; the library alone on one core 0.80, or 0.90 in blocks of 1,024 texts. The worker's own interpreter
+spends 0.1 s on all of it.
+
 A frame on a pipe: a uint32, that many bytes of JSON, and the raw bytes of the arrays whose dtypes and lengths the JSON
 gives under ``arrays``.
 
@@ -42,15 +46,13 @@ from pipeline.chunker import Chunker, Span
 from pipeline.pool import child_environment
 from pipeline.records import Tokens
 from pipeline.reuse import token_hashes
-from pipeline.threads import auto_tokenizer_workers
 from pipeline.tokenizer import Tokenizer, TokenizerSpec
 
-auto_count = auto_tokenizer_workers
-
 MAX_ATTEMPTS = 3  # a slice is given to so many children before it is named as what they die of
-MAX_SLICE_TEXTS = 1024
-MAX_SLICE_CHARS = 1 << 20  # about a second of work
-# A child that answers has its next slice already: it need not wait for a thread of this busy interpreter.
+MAX_SLICE_TEXTS = 512  # a window of short texts is then enough for 32 children
+MAX_SLICE_CHARS = 1 << 20  # a third of a second of work
+# A child that answers has its next slice already and need not wait for a thread of this interpreter: beside a thread
+# that never lets go of it one child does 0.85 million tokens/s so, 0.53 with one slice at a time (measured as above).
 SENT_AHEAD = 2
 # More would be taken from what all pipes of a user may hold (64 MiB on Linux) by many workers with many children each.
 PIPE_BYTES = 256 << 10
@@ -319,9 +321,7 @@ class _Child:
 
     def cause_of_death(self) -> str:
         code = self._process.returncode
-        cause = (
-            f"ended by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"ended with exit code {code}"
-        )
+        cause = f"ended by signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"ended with exit code {code}"
         last = next((line for line in reversed(self._stderr) if line), "")
         return cause + (f": {last}" if last else "")
 

@@ -30,6 +30,7 @@ class Unit:
         seconds: exclusive seconds of the device's thread by stage; ``wall_s`` is all that this thread gave the unit.
         beside: seconds of work in other threads and processes.
         device_s, flops: seconds the device computed, and floating-point operations of the texts; 0 where unknown.
+        lengths: (32,) int64, texts by length: number i counts those above 2**(i - 1) and up to 2**i tokens.
         done: its commit record, where an earlier one is still true.
         error: why it cannot be finished; what still comes of it is thrown away.
     """
@@ -39,6 +40,7 @@ class Unit:
         self.counts, self.beside = Counters(), telemetry.Clock()
         self.seconds: dict[str, float] = {}
         self.wall_s = self.device_s = self.flops = 0.0
+        self.lengths: NDArray[np.int64] = np.zeros(32, np.int64)
         self.previous: PreviousVectors | None = None
         self.done: dict[str, Any] | None = None
         self.error: Exception | None = None

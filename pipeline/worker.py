@@ -314,6 +314,8 @@ def _count(part: TokenizedWindow) -> None:
     counts = part.unit.counts
     embedded = part.text_of_row[part.text_of_row >= 0]
     dropped = part.tokens.dropped[embedded]
+    steps = np.ceil(np.log2(part.tokens.lengths[part.tokens.lengths > 0])).astype(np.int64)
+    part.unit.lengths += np.bincount(steps, minlength=len(part.unit.lengths))
     counts.rows += part.window.num_input_rows
     counts.extra_chunks += part.window.num_rows - part.window.num_input_rows
     counts.texts += len(part.tokens.lengths)

@@ -25,6 +25,7 @@ class WorkerSettings:
         long_texts: ``truncate``, or ``chunk``: one output row for each piece of a text above the limit.
         chunk_overlap: tokens that neighbouring chunks share; None for an eighth.
         tokenizer_workers: processes that tokenize for this worker; 0 for none.
+        price_per_hour: of this worker's device; None where it is not known.
         offline: the model hub is not asked; it must be where shards are read from it.
         stand_in: ``module:function`` that returns an encoder, instead of loading the model; for tests and measuring.
     """
@@ -40,6 +41,7 @@ class WorkerSettings:
     long_texts: str = "truncate"
     chunk_overlap: int | None = None
     tokenizer_workers: int = 0
+    price_per_hour: float | None = None
     offline: bool = True
     stand_in: str | None = None
 

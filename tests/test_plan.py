@@ -107,7 +107,7 @@ def test_time_is_estimated_and_the_run_says_how_well(
 ) -> None:
     monkeypatch.setenv("STAND_IN_SECONDS_PER_TOKEN", "5e-5")
     output = tmp_path / "out"
-    plan = make_plan(config(mixed, model_dir, output), stand_in=STAND_IN, save=True, price_per_hour=3600)
+    plan = make_plan(config(mixed, model_dir, output, price_per_hour=3600), stand_in=STAND_IN, save=True)
     assert [path.name for path in output.iterdir()] == ["plan.json"]
     assert plan.cost is not None
     assert plan.cost.value == plan.seconds.value
@@ -172,7 +172,7 @@ def test_a_corpus_without_rows_and_an_impossible_index_are_refused(tmp_path: Pat
     [
         (["/no/such/folder"], "input /no/such/folder: does not exist"),
         ([SAMPLE_DATA, "--text-column", "texts"], "no column 'texts'; did you mean 'text'?"),
-        ([SAMPLE_DATA, "--price-per-hour", "-1"], "--price-per-hour -1.0: expected 0 or more"),
+        ([SAMPLE_DATA, "--price-per-hour", "-1"], "--price-per-hour: found -1.0"),
         ([SAMPLE_DATA, "--dtype", "int8"], "--dtype: found 'int8'"),
     ],
 )
@@ -198,7 +198,7 @@ def test_the_command_plans_the_sample_job(command: RunCommand, model_dir: str, t
 
 
 def test_what_a_person_reads_fits_and_names_every_figure(mixed: Path, model_dir: str) -> None:
-    plan = make_plan(config(mixed, model_dir, index="auto"), stand_in=STAND_IN, price_per_hour=2)
+    plan = make_plan(config(mixed, model_dir, index="auto", price_per_hour=2), stand_in=STAND_IN)
     lines = describe_plan(plan)
     names = [name for name, _ in lines if name]
     assert names == [

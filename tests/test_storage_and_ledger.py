@@ -76,19 +76,19 @@ def test_the_fingerprint_depends_on_values_not_on_order() -> None:
 
 def test_another_configuration_is_refused_and_the_field_named(tmp_path: Path) -> None:
     output = Output(tmp_path)
-    start_run(output, FIELDS, {"columns": []}, {}, {})
+    start_run(output, FIELDS, {"columns": []}, {}, {}, {})
     commit(output)
-    start_run(output, FIELDS, {"columns": []}, {"devices": "cpu,cpu"}, {})
+    start_run(output, FIELDS, {"columns": []}, {"devices": "cpu,cpu"}, {}, {})
     with pytest.raises(ConfigError, match=r'prompt is "" there and "query: " now'):
-        start_run(output, {**FIELDS, "prompt": "query: "}, {"columns": []}, {}, {})
+        start_run(output, {**FIELDS, "prompt": "query: "}, {"columns": []}, {}, {}, {})
     with pytest.raises(ConfigError, match=r'columns is \[\] there and \["url"\] now'):
-        start_run(output, FIELDS, {"columns": ["url"]}, {}, {})
+        start_run(output, FIELDS, {"columns": ["url"]}, {}, {}, {})
 
 
 def test_an_output_without_finished_shards_takes_any_configuration(tmp_path: Path) -> None:
     output = Output(tmp_path)
-    first = start_run(output, FIELDS, {}, {}, {})
-    second = start_run(output, {**FIELDS, "prompt": "p"}, {}, {}, {})
+    first = start_run(output, FIELDS, {}, {}, {}, {})
+    second = start_run(output, {**FIELDS, "prompt": "p"}, {}, {}, {}, {})
     assert first != second == read_run(output)["fingerprint"]
 
 
