@@ -164,11 +164,16 @@ def index_command(
     """Build or update the index of DIR from its committed shards."""
     stop_on_sigterm()
     with errors():
+        from pipeline.ledger import read_run
         from pipeline.progress import make_display
         from pipeline.run import build_index
         from pipeline.storage import open_output
 
-        document = build_index(open_output(directory), index or "auto", make_display(progress))
+        output = open_output(directory)
+        document = build_index(output, index or "auto", make_display(progress))
+        expected, found = read_run(output).get("input", {}).get("shards", 0), len(document["shards"])
+        if found < expected:
+            print(f"warning: {expected - found} of {expected} shards are not finished and not indexed", file=sys.stderr)
         if as_json:
             print(json.dumps(document, indent=2))
         else:

@@ -49,10 +49,8 @@ class Tokenizing(Protocol):
 class Feed:
     """Requests into tokenized windows; what is no shard goes through as it is."""
 
-    def __init__(
-        self, settings: WorkerSettings, dim: int, chunker: Chunker | None, tokenizing: Tokenizing, say: Say
-    ) -> None:
-        self._settings, self._dim, self._chunker = settings, dim, chunker
+    def __init__(self, settings: WorkerSettings, chunker: Chunker | None, tokenizing: Tokenizing, say: Say) -> None:
+        self._settings, self._chunker = settings, chunker
         self._tokenizing, self._say = tokenizing, say
         self._output = open_output(settings.output) if settings.output else None
         self._busy_seconds = 0.0  # of the tokenizer processes, as far as it is accounted for
@@ -106,8 +104,7 @@ class Feed:
         unit.beside.add("tokenize", self._tokenizing.busy_seconds - self._busy_seconds)
         self._busy_seconds = self._tokenizing.busy_seconds
         _reject_tokenless(window, text_of_row, tokens)
-        vectors = np.full((len(tokens.lengths), self._dim), np.nan, dtype=np.float32)
-        return TokenizedWindow(unit, window, text_of_row, tokens, hashes, vectors)
+        return TokenizedWindow(unit, window, text_of_row, tokens, hashes)
 
 
 class InThread:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -60,7 +60,8 @@ class TokenizedWindow:
         text_of_row: (num_rows,) int64, which text each row has; -1 for none.
         tokens: of the window's different texts.
         hashes: (num_texts, 2) uint64, what each text is recognised by.
-        vectors: (num_texts, dim) float32; NaN where a text has no token, or until it is computed.
+        vectors: (num_texts, dim) float32; NaN where a text has no token. Empty until the encoder has the window: what
+            waits for it holds no memory for vectors.
     """
 
     unit: Unit
@@ -68,7 +69,7 @@ class TokenizedWindow:
     text_of_row: NDArray[np.int64]
     tokens: Tokens
     hashes: NDArray[np.uint64]
-    vectors: NDArray[np.float32]
+    vectors: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 0), np.float32))
 
 
 @dataclass(frozen=True)

@@ -129,7 +129,7 @@ class Worker:
         sink = Sink(settings, self._encoder, self._tuning.peak_flops_per_s, self._say)
         with (
             self._tokenizing() as tokenizing,
-            Prefetch(Feed(settings, self._encoder.dim, self._chunker, tokenizing, self._say).items(requests)) as items,
+            Prefetch(Feed(settings, self._chunker, tokenizing, self._say).items(requests)) as items,
             Follow(sink.take) as results,
         ):
             self._since = time.perf_counter()
@@ -191,6 +191,7 @@ class Worker:
     def _encode(self, item: TokenizedWindow) -> None:
         """Compute what is not known of a window; its vectors are there when the flight has been settled."""
         unit, tokens, clock = item.unit, item.tokens, self._clock
+        item.vectors = np.full((len(tokens.lengths), self._encoder.dim), np.nan, dtype=np.float32)
         todo = np.flatnonzero(tokens.lengths)
         if unit.previous is not None:
             with clock.stage("reuse"):

@@ -21,7 +21,7 @@ from pipeline.records import Part, Shard
 from pipeline.run import run
 from pipeline.storage import Output
 from pipeline.telemetry import RunReport
-from tests.conftest import ROOT, STAND_IN, read_output, vectors_of, write_shard
+from tests.conftest import ROOT, STAND_IN, RunCommand, read_output, vectors_of, write_shard
 from tests.stand_in import vector_of
 
 NUM_SHARDS, ROWS = 7, 30
@@ -150,3 +150,14 @@ def test_a_meter_counts_what_is_in_work_and_no_part_twice() -> None:
 def test_a_cost_needs_a_price(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--max-cost needs --price-per-hour"):
         build_config(None, {"input": "in", "output": str(tmp_path), "model": "m", "max_cost": 1.0})
+
+
+def test_an_index_over_some_of_the_shards_says_so(
+    corpus: Path, tmp_path: Path, model_dir: str, command: RunCommand
+) -> None:
+    done = embed(corpus, tmp_path / "out", model_dir, rank=0, world_size=2).shards_done
+    said = command("index", tmp_path / "out")
+    assert said.returncode == 0, said.stderr
+    assert f"warning: {NUM_SHARDS - done} of {NUM_SHARDS} shards are not finished and not indexed" in said.stderr
+    embed(corpus, tmp_path / "out", model_dir, rank=1, world_size=2)
+    assert "not finished" not in command("index", tmp_path / "out").stderr

@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
+import random
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,8 +26,10 @@ from pipeline.progress import NoDisplay
 from pipeline.records import Part, Shard
 from pipeline.run import run
 from pipeline.telemetry import RunReport
-from tests.conftest import STAND_IN, read_output, vectors_of
+from tests.conftest import ROOT, STAND_IN, read_output, vectors_of
 from tests.stand_in import vector_of
+from tests.test_run import digests
+from tests.test_stress import kill_one
 
 TEXTS = [None if row % 17 == 3 else f"row {row % 40}" for row in range(100)]
 GROUPS = 5
@@ -215,3 +223,27 @@ def test_parts_of_nobody_are_swept(large: Path, tmp_path: Path, model_dir: str) 
     left.write_text("{}")
     embed(large, tmp_path / "out", model_dir)
     assert not (tmp_path / "out" / "parts").exists()
+
+
+def test_kills_anywhere_leave_the_parts_put_together_as_in_an_undisturbed_run(
+    large: Path, tmp_path: Path, model_dir: str
+) -> None:
+    embed(large, tmp_path / "calm", model_dir, max_batch_tokens=64)
+    options = json.dumps({"devices": "cpu,cpu", "max_batch_tokens": 64, "columns": "note", "id_column": None})
+    script = "import pipeline.shards as s; s.PART_ROWS = 20; from tests import drive; raise SystemExit(drive.main())"
+    command = [sys.executable, "-c", script, str(large), str(tmp_path / "out"), model_dir, options]
+    environment = {**os.environ, "STAND_IN_SECONDS": "0.1"}
+    rng = random.Random(3)
+    for _ in range(12):
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        time.sleep(rng.uniform(0.6, 2.2))
+        kill_one(process, rng)
+        process.kill()
+        process.wait()
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert digests(tmp_path / "out") == digests(tmp_path / "calm")
+    assert not (tmp_path / "out" / "parts").exists()
+    check_complete(tmp_path / "out")
