@@ -386,7 +386,7 @@ def test_a_wrong_attention_is_caught_at_load(tmp_path: Path, monkeypatch: pytest
 
     folder = model_zoo.build("modernbert", tmp_path / "modernbert")
     wrong = broken_attention(fault)
-    monkeypatch.setattr(attention, "register", lambda: AttentionInterface.register(attention.NAME, wrong))
+    monkeypatch.setattr(attention, "register", lambda **_: AttentionInterface.register(attention.NAME, wrong))
     with pytest.raises(ModelError, match="called 6 times" if "twice" in fault else "probe vectors differ"):
         Encoder.load(EncoderSettings(str(folder), attention="grouped"))
     fallback = Encoder.load(EncoderSettings(str(folder)))

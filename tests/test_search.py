@@ -66,6 +66,7 @@ def add_shard(
             parts[part] = {"path": name, "rows": rows.num_rows, "bytes": path.stat().st_size}
             parts[part] |= {"sha256": sha256_file(path), "dim": DIM}
     shard = {"key": key, "path": key, "num_rows": n + len(quarantined)}
+    ledger.Ledger(str(root)).forget(key)  # as a run does before it replaces files
     ledger.Ledger(str(root)).commit({"shard": shard, "fingerprint": "f1", **parts})
 
 
