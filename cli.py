@@ -29,6 +29,7 @@ app = typer.Typer(
 
 Json = Annotated[bool, typer.Option("--json", help="print the result as JSON on stdout")]
 Progress = Annotated[str, typer.Option(help="auto (a bar in a terminal, lines elsewhere), rich, plain or none")]
+NO_OPTIONS_OF_A_RUN = ("inputs", "job", "as_json", "progress", "log_format")
 IndexOption = Annotated[str | None, typer.Option(help="auto (default), none, or a FAISS factory string")]
 
 
@@ -79,9 +80,10 @@ def run(
     ] = None,
     as_json: Json = False,
     progress: Progress = "auto",
+    log_format: Annotated[str, typer.Option(help="text, or json: an object a line on stderr")] = "text",
 ) -> None:
     """Embed what is not embedded yet, then index. Running it again continues."""
-    options = {key: value for key, value in locals().items() if key not in ("inputs", "job", "as_json", "progress")}
+    options = {key: value for key, value in locals().items() if key not in NO_OPTIONS_OF_A_RUN}
     stop_on_sigterm()
     with errors():
         from pipeline.config import build_config
@@ -89,13 +91,13 @@ def run(
         from pipeline.run import run as run_pipeline
 
         config = build_config(job, {"input": inputs, **options})
-        report = run_pipeline(config, make_display(progress))
+        report = run_pipeline(config, make_display(progress, log_format))
         show_report(report, as_json)
         for failure in report.failed:
-            print(f"embed-corpus: {failure.reason}", file=sys.stderr)
+            complain(failure.reason)
         show_faults(report.certificate)
         if report.stopped:
-            print(f"embed-corpus: {report.stopped}", file=sys.stderr)
+            complain(report.stopped)
     raise typer.Exit(report.exit_code)
 
 
@@ -118,7 +120,7 @@ def options_of_run(*without: str) -> Callable[[Callable[..., None]], Callable[..
 
 
 @app.command("plan")
-@options_of_run("prune", "verify", "rank", "world_size", "max_tokens", "max_cost", "max_hours")
+@options_of_run("prune", "verify", "rank", "world_size", "max_tokens", "max_cost", "max_hours", "log_format")
 def plan_command(
     *,
     as_json: Json = False,
@@ -343,11 +345,19 @@ def errors() -> Iterator[None]:
     try:
         yield
     except EmbedCorpusError as error:
-        print(f"embed-corpus: {error}", file=sys.stderr)
+        complain(str(error))
         raise typer.Exit(error.exit_code) from None
     except KeyboardInterrupt:
-        print("embed-corpus: interrupted; run the same command again to continue", file=sys.stderr)
+        complain("interrupted; run the same command again to continue")
         raise typer.Exit(EXIT_STOPPED) from None
+
+
+def complain(message: str) -> None:
+    """Say on stderr, and where Kubernetes looks for it, why the command did not end well."""
+    from pipeline.termination import write_reason
+
+    print(f"embed-corpus: {message}", file=sys.stderr)
+    write_reason(message)
 
 
 def stop_on_sigterm() -> None:

@@ -1,12 +1,14 @@
 """What a run shows while it works: a live bar in a terminal, a plain line every few seconds anywhere else.
 
 Everything goes to stderr. Without a terminal there is no carriage return, no colour and no control code, so a log file
-stays readable and small.
+stays readable and small. For a log that a machine reads, each line can be a JSON object of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
+import datetime
+import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -88,9 +90,12 @@ class Tally:
         return self.rows + sum(map(self._rows_in_work, self._part))
 
     @property
+    def tokens_now(self) -> int:
+        return self.tokens + sum(tokens for units in self._part.values() for _, tokens in units.values())
+
+    @property
     def tokens_per_s(self) -> float:
-        tokens = self.tokens + sum(tokens for units in self._part.values() for _, tokens in units.values())
-        return tokens / max(1e-9, self._now() - self._start)
+        return self.tokens_now / max(1e-9, self._now() - self._start)
 
     @property
     def texts_per_s(self) -> float:
@@ -148,6 +153,85 @@ class PlainDisplay:
                 self.line(tally.sentence())
 
         yield show
+
+
+class JsonDisplay:
+    """What ``PlainDisplay`` says, one JSON object a line, and a last one when the embedding ends.
+
+    Every line has ``time`` (RFC 3339, UTC), ``level`` (``info``, ``warning`` or ``error``), ``message`` and ``event``;
+    ``shard``, ``rows``, ``tokens``, ``tokens_per_s`` and ``eta_s`` where they are known.
+    """
+
+    def __init__(self, stream: TextIO | None = None, now: Callable[[], float] = time.monotonic) -> None:
+        self._stream, self._now = stream, now
+        self._always: dict[str, Any] = {}
+
+    def about(self, **fields: Any) -> None:
+        """Add what is true of the whole run, such as ``rank`` and ``trace_id``, to every line from now on."""
+        self._always.update(fields)
+
+    def line(self, text: str, level: str = "info", event: str = "line", **fields: Any) -> None:
+        said = json_line(text, level, event, **fields, **self._always)
+        print(said, file=self._stream or sys.stderr, flush=True)
+
+    @contextlib.contextmanager
+    def embedding(self, shards: Sequence[Shard]) -> Iterator[Show]:
+        tally, last = Tally(shards, self._now), self._now()
+        message = f"{len(shards)} shards, {tally.total_rows:,} rows to embed; loading the model"
+        self.line(message, event="start", shards=len(shards), rows=tally.total_rows)
+
+        def show(event: Event) -> None:
+            nonlocal last
+            tally.add(event)
+            said = describe(event)
+            if said:
+                self.line(said, level_of(event), event.kind.replace(" ", "_"), **facts_of(event))
+            if tally.rows_now and self._now() - last >= PLAIN_EVERY_S:
+                last = self._now()
+                self.line(tally.sentence(), event="progress", shard=tally.current, **standing(tally))
+
+        yield show
+        self.line(tally.sentence(), event="end", **standing(tally))
+
+
+def json_line(message: str, level: str = "info", event: str = "line", **fields: Any) -> str:
+    """One line of a log that a machine reads; fields that are None are left out."""
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    known = {name: value for name, value in fields.items() if value is not None}
+    return json.dumps({"time": now, "level": level, "message": message, "event": event, **known})
+
+
+def level_of(event: Event) -> str:
+    """How grave it is: a lost worker is replaced, the shard of the others has no vectors."""
+    if event.kind == "lost":
+        return "warning"
+    return "error" if event.kind in ("bad", "gave up", "bug") else "info"
+
+
+def facts_of(event: Event) -> dict[str, Any]:
+    """The numbers of a line about one event."""
+    shard = None if event.shard is None else event.shard.unit
+    if event.kind not in ("done", "part"):
+        return {"shard": shard}
+    assert event.values is not None
+    counts = event.values["counts"]
+    return {
+        "shard": shard,
+        "rows": counts["rows"],
+        "tokens": counts["tokens"],
+        "tokens_per_s": event.values["tokens_per_s"],
+    }
+
+
+def standing(tally: Tally) -> dict[str, Any]:
+    """The numbers of a line about the whole run."""
+    eta = tally.eta_s
+    return {
+        "rows": tally.rows_now,
+        "tokens": tally.tokens_now,
+        "tokens_per_s": round(tally.tokens_per_s, 1),
+        "eta_s": None if eta is None else round(eta, 1),
+    }
 
 
 class RichDisplay:
@@ -212,12 +296,24 @@ def describe(event: Event) -> str:
     return event.reason
 
 
-def make_display(kind: str) -> Display:
-    """``auto`` (a bar in a terminal, lines elsewhere), ``rich``, ``plain`` or ``none``."""
+def make_display(kind: str, log_format: str = "text") -> Display:
+    """``auto`` (a bar in a terminal, lines elsewhere), ``rich``, ``plain`` or ``none``.
+
+    With the log format ``json`` there are lines of JSON, and never a bar.
+
+    Raises:
+        ConfigError: there is no such display or format, or a bar is to be JSON.
+    """
     if kind not in ("auto", "rich", "plain", "none"):
         raise ConfigError(f"--progress: found '{kind}'; expected auto, rich, plain or none")
+    if log_format not in ("text", "json"):
+        raise ConfigError(f"--log-format: found '{log_format}'; expected text or json")
     if kind == "none":
         return NoDisplay()
+    if log_format == "json":
+        if kind == "rich":
+            raise ConfigError("--log-format json has no bar: leave out --progress rich")
+        return JsonDisplay()
     if kind == "rich" or (kind == "auto" and sys.stderr.isatty()):
         return RichDisplay()
     return PlainDisplay()

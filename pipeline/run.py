@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline import ledger
+from pipeline import ledger, tracing
 from pipeline.config import RunConfig
 from pipeline.devices import num_gpus, resolve_devices, resolve_dtype
 from pipeline.errors import EXIT_BUG, ConfigError, EmbedCorpusError, IndexingError, Stopped
@@ -54,12 +54,20 @@ def run(config: RunConfig, display: Display | None = None, *, stand_in: str | No
         ConfigError: found before any model is loaded, where that is possible.
         Stopped: the output is in use, or workers died too often.
     """
+    rank = resolve_rank(config.rank, config.world_size)
+    with tracing.begin(config, rank) as trace:
+        report = _run(config, rank, trace.display(display or NoDisplay()), trace, stand_in)
+        trace.end(report)
+    return report
+
+
+def _run(
+    config: RunConfig, rank: Rank | None, display: Display, trace: tracing.Trace, stand_in: str | None
+) -> RunReport:
     start = time.perf_counter()
-    display = display or NoDisplay()
     job = resolve(config)
     output, columns, model, devices, checked = job.output, job.columns, job.model, job.devices, job.checked
     encoder = job.encoder
-    rank = resolve_rank(config.rank, config.world_size)
     if rank is not None and (config.prune or config.verify):
         raise ConfigError(f"--{'prune' if config.prune else 'verify'} is for a run of all shards; this is rank {rank}")
     warnings = output.prepare()
@@ -110,8 +118,10 @@ def run(config: RunConfig, display: Display | None = None, *, stand_in: str | No
         report.verdict = verdict(report.shards, settings.tokenizer_workers, spare)
         add_totals(report, output)
         if config.index != "none" and report.total_rows_out and rank is None and not report.stopped:
+            began = time.perf_counter()
             try:
                 report.index = build_index(output, config.index, display)
+                trace.index(report.index, began, time.perf_counter())
             except IndexingError as error:  # the vectors are safe; the report must still be shown
                 report.add_failure("index", "bad", str(error))
         compare_with_plan(report, output, fingerprint, time.perf_counter() - start)

@@ -64,6 +64,15 @@ def test_a_folder_without_shards_is_named(command: RunCommand, model_dir: str, t
     assert "input empty: no Parquet file" in failing(command, 78, "empty", "--output", "out", "--model", model_dir)
 
 
+def test_the_reason_is_left_where_kubernetes_looks_for_it(command: RunCommand, model_dir: str, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    environment = {"EMBED_CORPUS_TERMINATION_LOG": str(tmp_path / "reason")}
+    done = command("run", "empty", "--output", "out", "--model", model_dir, env=environment)
+    assert done.returncode == 78
+    assert done.stderr == f"embed-corpus: {(tmp_path / 'reason').read_text()}\n"
+    assert "no Parquet file" in done.stderr
+
+
 def test_a_missing_column_is_named_with_the_nearest_one(command: RunCommand, model_dir: str) -> None:
     message = failing(command, 78, SAMPLE_DATA, "--output", "out", "--model", model_dir, "--text-column", "texts")
     assert "no column 'texts'; did you mean 'text'?" in message

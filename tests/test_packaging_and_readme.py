@@ -61,7 +61,7 @@ def test_every_option_of_the_readme_exists_and_every_option_is_in_the_readme(com
 
 def test_every_option_of_the_command_is_a_field_of_the_job_file(command: RunCommand) -> None:
     offered = {name[2:].replace("-", "_") for name in re.findall(r"--[a-z][a-z-]+", command("run", "--help").stdout)}
-    shown_only = {"help", "json", "progress", "job", "no_normalize", "no_trust_remote_code"}
+    shown_only = {"help", "json", "progress", "log_format", "job", "no_normalize", "no_trust_remote_code"}
     assert offered - shown_only == set(RunConfig.model_fields) - {"input"}
 
 

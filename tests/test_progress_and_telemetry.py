@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import datetime
 import io
+import json
+import sys
+from typing import Any
 
 import pytest
 
 from pipeline.errors import ConfigError
 from pipeline.pool import Event
-from pipeline.progress import NoDisplay, PlainDisplay, RichDisplay, Tally, clock, make_display
+from pipeline.progress import JsonDisplay, NoDisplay, PlainDisplay, RichDisplay, Tally, clock, json_line, make_display
 from pipeline.records import Counters, Shard
 from pipeline.telemetry import Clock, RunReport, shard_telemetry
 
@@ -67,6 +71,77 @@ def test_a_terminal_gets_a_bar(capsys: pytest.CaptureFixture[str]) -> None:
         show(Event("progress", SHARDS[0], {"rows": 3, "tokens": 9}))
         show(Event("lost", SHARDS[0], reason="worker on cpu killed"))
     assert "worker on cpu killed" in capsys.readouterr().err
+
+
+def told_as_json(events: list[Event], time: Time) -> list[dict[str, Any]]:
+    """What a ``JsonDisplay`` says of events that are two seconds apart."""
+    stream = io.StringIO()
+    display = JsonDisplay(stream, time)
+    display.about(rank=3, trace_id="ab" * 16)
+    with display.embedding(SHARDS) as show:
+        for event in events:
+            time.now += 2.0
+            show(event)
+    display.line("index: 40 vectors")
+    assert "\x1b" not in stream.getvalue()
+    return [json.loads(line) for line in stream.getvalue().splitlines()]
+
+
+READY = {"load_s": 1.5, "dim": 8, "dtype": "float32", "device": "cpu", "attention": "grouped"}
+
+
+def test_a_machine_gets_every_occasion_as_an_object() -> None:
+    lines = told_as_json(
+        [
+            Event("ready", None, READY),
+            Event("progress", SHARDS[0], {"rows": 10, "tokens": 100}),
+            Event("progress", SHARDS[0], {"rows": 15, "tokens": 200}),
+            Event("lost", SHARDS[0], reason="a.parquet: worker on cpu killed; trying again"),
+            Event("done", SHARDS[0], record("a", 30, 400)),
+            Event("bad", SHARDS[1], reason="b.parquet: damaged"),
+        ],
+        Time(),
+    )
+    assert [(line["event"], line["level"]) for line in lines] == [
+        ("start", "info"), ("ready", "info"), ("progress", "info"), ("lost", "warning"), ("done", "info"),
+        ("bad", "error"), ("progress", "info"), ("end", "info"), ("line", "info"),
+    ]  # fmt: skip
+    start, ready, progress, lost, done, bad, _, end, line = lines
+    assert (start["shards"], start["rows"]) == (2, 40)
+    assert ready["message"].startswith("model ready in 1.5 s: 8 dimensions")
+    assert (progress["shard"], progress["rows"], progress["tokens"], progress["tokens_per_s"]) == ("a", 15, 200, 50.0)
+    assert progress["eta_s"] == pytest.approx(4 * 0.625 / 0.375, abs=0.1)
+    assert (lost["shard"], lost["message"]) == ("a", "a.parquet: worker on cpu killed; trying again")
+    assert (done["shard"], done["rows"], done["tokens"], done["tokens_per_s"]) == ("a", 30, 400, 160.0)
+    assert (bad["shard"], bad["message"]) == ("b", "b.parquet: damaged")
+    assert (end["rows"], end["tokens"], end["eta_s"]) == (30, 400, 0.0)
+    assert line["message"] == "index: 40 vectors"
+
+
+def test_every_object_says_when_and_whose_it_is() -> None:
+    for line in told_as_json([Event("bug", SHARDS[0], reason="KeyError")], Time()):
+        moment = datetime.datetime.fromisoformat(line["time"])
+        assert line["time"].endswith("Z") and moment.utcoffset() == datetime.timedelta()
+        assert abs((datetime.datetime.now(datetime.UTC) - moment).total_seconds()) < 60
+        assert (line["rank"], line["trace_id"]) == (3, "ab" * 16)
+
+
+def test_an_object_is_one_line_whatever_it_says() -> None:
+    said = json_line("KeyError\nTraceback\x1b[31m \u2028 ü", "error", "bug", shard=None)
+    assert said.isascii() and said.isprintable()
+    assert json.loads(said)["message"] == "KeyError\nTraceback\x1b[31m \u2028 ü"
+    assert "shard" not in json.loads(said)
+
+
+def test_json_is_never_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    assert isinstance(make_display("auto", "json"), JsonDisplay)
+    assert isinstance(make_display("plain", "json"), JsonDisplay)
+    assert isinstance(make_display("none", "json"), NoDisplay)
+    with pytest.raises(ConfigError, match="--log-format json has no bar"):
+        make_display("rich", "json")
+    with pytest.raises(ConfigError, match="--log-format: found 'yaml'; expected text or json"):
+        make_display("auto", "yaml")
 
 
 def test_displays_are_chosen_by_name_and_terminal() -> None:
