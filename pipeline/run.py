@@ -81,6 +81,8 @@ def _run(
             output, fields, layout_fields(config), *described(config, model, encoder, checked)
         )
         everything, checked = checked, share_of(checked, rank)
+        if rank is not None:
+            display.line(f"rank {rank}: {len(checked.shards):,} of {len(everything.shards):,} shards are its share")
         todo = Ledger(output).unfinished(checked.shards, fingerprint)
         if rank is None:
             Ledger(output).sweep_parts(unit.key for unit in todo if unit.parts)

@@ -77,6 +77,8 @@ def test_all_ranks_at_once_and_one_of_them_twice(corpus: Path, tmp_path: Path, m
     ]  # fmt: skip
     ends = [process.communicate(timeout=120) for process in processes]
     assert [process.returncode for process in processes] == [0] * len(ranks), ends
+    for rank, (_, log) in zip(ranks, ends, strict=True):
+        assert f"rank {rank} of 3: " in log, log
     check_complete(tmp_path / "out")
     assert not list((tmp_path / "out").rglob("*.tmp"))
 
