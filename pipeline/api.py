@@ -88,24 +88,26 @@ def _dataset_shards(dataset: Any, output: Storage) -> list[str]:
     return [output.location(folder)]
 
 
-def open_index(output: str | os.PathLike[str], *, verify: bool = True) -> CorpusIndex:
+def open_index(output: str | os.PathLike[str], *, verify: bool = True, mmap: bool = False) -> CorpusIndex:
     """Open the index of a finished output for queries.
 
     Queries given as text are embedded in a child process with the model of the run and its query prompt; it is started
-    by the first such query.
+    by the first such query. Hits bring the carried columns and the text; ``columns=[]`` leaves all of it out.
 
     Args:
         output: the folder given to ``embed_corpus``.
-        verify: check the index file's sha256 first.
+        verify: check the sha256 of the index' files first, which reads them once more.
+        mmap: leave the index on the disk and read what a search needs of it.
 
     Raises:
-        ConfigError: there is no index, it is damaged, or the model has changed since.
+        ConfigError: there is no index, or it is damaged. At the first query given as text: the model is gone, or is not
+            the one the vectors were made with any more.
     """
     from pipeline import search
 
     place = open_output(output)
     queries = LazyQueries(place)
-    return search.open_index(str(place.root), encoder=queries.embed, verify=verify)
+    return search.open_index(str(place.root), encoder=queries.embed, verify=verify, mmap=mmap, texts=True)
 
 
 class LazyQueries:
@@ -134,6 +136,8 @@ def query_worker(output: Storage) -> QueryWorker:
     """
     document = ledger.read_run(output)
     fields, config = document["fields"], document["config"]
+    if ledger.fingerprint(fields) != document["fingerprint"]:
+        raise ConfigError(f"{output.root}/run.json: its fields are not those of its fingerprint; put the file back")
     model = open_model(document["model"]["path"], trust_remote_code=config["trust_remote_code"])
     _same_model(model, fields, output)
     device = resolve_devices("auto", num_gpus())[0]

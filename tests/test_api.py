@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +17,7 @@ import pytest
 import pipeline
 from pipeline import embed_corpus, open_index
 from pipeline.errors import ConfigError
+from pipeline.search import CorpusIndex
 from tests.conftest import ROOT, read_output, vectors_of, write_shard
 
 TEXTS = ["a small boat", "a sailing ship", "the theory of numbers", "arithmetic and algebra"]
@@ -32,8 +35,12 @@ def output(tmp_path_factory: pytest.TempPathFactory, model_dir: str) -> Path:
     return folder / "out"
 
 
-def test_search_answers_texts_and_vectors_alike(output: Path) -> None:
-    index = open_index(output)
+@pytest.fixture(scope="module")
+def index(output: Path) -> CorpusIndex:
+    return open_index(output, mmap=True)
+
+
+def test_search_answers_texts_and_vectors_alike(output: Path, index: CorpusIndex) -> None:
     result = index.search(["mathematics", "vessel on the sea"], k=2)
     numbers, ships = result.to_list()
     assert numbers[0]["text"] in TEXTS[2:]
@@ -53,13 +60,20 @@ def test_the_query_process_ends_with_the_index(output: Path) -> None:
     assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
 
 
-def test_a_query_gets_the_vector_of_the_same_document(output: Path, model_dir: str) -> None:
+def test_a_query_gets_the_vector_of_the_same_document(output: Path, index: CorpusIndex, model_dir: str) -> None:
+    """Also one without a word, which is a text like any other."""
     from sentence_transformers import SentenceTransformer
 
-    reference = SentenceTransformer(model_dir, device="cpu").encode_query(["a small boat"])
-    scores = [hit["score"] for hit in open_index(output).search(["a small boat"], k=4).to_list()[0]]
-    expected = np.sort(vectors_of(read_output(output)) @ reference[0])[::-1]
+    queries = ["a small boat", ""]
+    reference = SentenceTransformer(model_dir, device="cpu").encode_query(queries)
+    scores = index.search(queries, k=4).table["score"].to_numpy().reshape(2, 4)
+    expected = -np.sort(-(reference @ vectors_of(read_output(output)).T), axis=1)
     np.testing.assert_allclose(scores, expected, atol=1e-5)
+
+
+def test_a_text_is_filtered_and_scored_exactly(index: CorpusIndex) -> None:
+    [hits] = index.search(["mathematics"], where="text like '%ship%' or id = 'x-0'", rerank=20).to_list()
+    assert {hit["id"] for hit in hits} == {"x-0", "x-1"}
 
 
 def test_a_dataset_is_an_input(tmp_path: Path, model_dir: str) -> None:
@@ -94,17 +108,51 @@ def test_what_is_no_input_is_refused() -> None:
         embed_corpus(3, "out", model="m")
 
 
-def test_a_model_that_changed_since_is_refused_for_queries(output: Path, tmp_path: Path, model_dir: str) -> None:
-    import json
-    import shutil
+def with_another_model(output: Path, folder: Path, model_dir: str, changed: str, content: bytes) -> Path:
+    """A copy of the output whose model folder has one file of other content."""
+    shutil.copytree(output, folder / "out")
+    (folder / "model").mkdir()
+    for path in Path(model_dir).iterdir():
+        (folder / "model" / path.name).symlink_to(path)
+    (folder / "model" / changed).unlink()
+    (folder / "model" / changed).write_bytes(content)
+    run = json.loads((folder / "out" / "run.json").read_text())
+    run["model"]["path"] = str(folder / "model")
+    (folder / "out" / "run.json").write_text(json.dumps(run))
+    return folder / "out"
 
-    shutil.copytree(output, tmp_path / "out")
-    shutil.copytree(model_dir, tmp_path / "model")
-    (tmp_path / "model" / "sentence_bert_config.json").write_text('{"max_seq_length": 16}')
-    run = json.loads((tmp_path / "out" / "run.json").read_text())
-    run["model"]["path"] = str(tmp_path / "model")
-    (tmp_path / "out" / "run.json").write_text(json.dumps(run))
+
+def test_a_model_that_changed_since_is_refused_for_queries(output: Path, tmp_path: Path, model_dir: str) -> None:
+    changed = with_another_model(output, tmp_path, model_dir, "sentence_bert_config.json", b'{"max_seq_length": 16}')
     with pytest.raises(ConfigError, match=r"model-modules of .* is not what the vectors were made with"):
+        open_index(changed).search(["x"])
+
+
+def test_weights_that_changed_since_are_refused_for_queries(output: Path, tmp_path: Path, model_dir: str) -> None:
+    weights = bytearray((Path(model_dir) / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    changed = with_another_model(output, tmp_path, model_dir, "model.safetensors", bytes(weights))
+    with pytest.raises(ConfigError, match=r"model-weights of .* is not what the vectors were made with"):
+        open_index(changed).search(["x"])
+    assert open_index(changed).search(like="x-0", k=1).table.num_rows == 1, "no model is needed for that"
+
+
+def test_a_query_prompt_that_changed_since_does_not_change_the_query(
+    output: Path, index: CorpusIndex, tmp_path: Path, model_dir: str
+) -> None:
+    """The one that was recorded with the vectors is used."""
+    prompts = json.dumps({"prompts": {"query": "something else: "}}).encode()
+    changed = with_another_model(output, tmp_path, model_dir, "config_sentence_transformers.json", prompts)
+    expected = index.search(["a boat"], k=4).table
+    assert open_index(changed).search(["a boat"], k=4).table.equals(expected)
+
+
+def test_a_run_file_that_was_edited_is_refused_for_queries(output: Path, tmp_path: Path) -> None:
+    shutil.copytree(output, tmp_path / "out")
+    run = json.loads((tmp_path / "out" / "run.json").read_text())
+    run["fields"]["prompt"] = "another prompt: "
+    (tmp_path / "out" / "run.json").write_text(json.dumps(run))
+    with pytest.raises(ConfigError, match="its fields are not those of its fingerprint"):
         open_index(tmp_path / "out").search(["x"])
 
 
