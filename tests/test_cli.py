@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import pipeline
 from tests.conftest import ROOT, SAMPLE_DATA, RunCommand, SampleRun, read_output, write_shard
 
 
@@ -31,7 +32,7 @@ def test_only_commands_that_exist_are_listed(command: RunCommand) -> None:
     listed = re.findall(r"^  ([a-z]+)  ", command("--help").stdout, flags=re.MULTILINE)
     for name in listed:
         assert command(name, "--help").returncode == 0
-    assert set(listed) == {"run", "index", "search", "verify", "bench", "plan"}
+    assert set(listed) == {"run", "index", "search", "verify", "bench", "plan", "serve"}
 
 
 def test_neither_torch_nor_faiss_enters_the_coordinator() -> None:
@@ -71,6 +72,18 @@ def test_the_reason_is_left_where_kubernetes_looks_for_it(command: RunCommand, m
     assert done.returncode == 78
     assert done.stderr == f"embed-corpus: {(tmp_path / 'reason').read_text()}\n"
     assert "no Parquet file" in done.stderr
+
+
+def test_the_version_is_the_packages(command: RunCommand) -> None:
+    assert command("--version").stdout == f"embed-corpus {pipeline.__version__}\n"
+
+
+def test_with_json_lines_the_error_is_an_object_too(command: RunCommand, model_dir: str, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    line = failing(command, 78, "empty", "--output", "out", "--model", model_dir, "--log-format", "json")
+    said = json.loads(line)
+    assert (said["level"], said["event"]) == ("error", "message")
+    assert "no Parquet file" in said["message"]
 
 
 def test_a_missing_column_is_named_with_the_nearest_one(command: RunCommand, model_dir: str) -> None:

@@ -25,8 +25,9 @@ def test_the_wheel_holds_the_package_and_the_command_and_nothing_else(tmp_path: 
     )  # fmt: skip
     [wheel] = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
-    modules = {f"pipeline/{path.name}" for path in (ROOT / "pipeline").glob("*.py")} | {"cli.py"}
-    assert {name for name in names if ".dist-info/" not in name} == modules
+    files = {path.relative_to(ROOT).as_posix() for path in (ROOT / "pipeline").rglob("*.*") if path.suffix != ".pyc"}
+    assert {Path(name).suffix for name in files} == {".py", ".css", ".html"}, "code, and the pages it makes"
+    assert {name for name in names if ".dist-info/" not in name} == files | {"cli.py"}
 
 
 def test_no_other_installed_distribution_owns_our_import_names() -> None:
@@ -54,9 +55,9 @@ def test_every_option_of_the_readme_exists_and_every_option_is_in_the_readme(com
         "--job", "--output", "--model", "--no-normalize", "--no-trust-remote-code",
     }  # fmt: skip
     everywhere = set(re.findall(r"--[a-z][a-z-]+", README))
-    bench = set(re.findall(r"--[a-z][a-z-]+", command("bench", "--help").stdout))
-    plan = set(re.findall(r"--[a-z][a-z-]+", command("plan", "--help").stdout))
-    assert everywhere <= offered | bench | plan
+    for other in ("bench", "index", "plan", "search", "serve", "verify"):
+        offered |= set(re.findall(r"--[a-z][a-z-]+", command(other, "--help").stdout))
+    assert everywhere <= offered
 
 
 def test_every_option_of_the_command_is_a_field_of_the_job_file(command: RunCommand) -> None:
