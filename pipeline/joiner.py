@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
+from datetime import datetime, timedelta
 from typing import Any
 
 import pyarrow as pa
@@ -103,10 +104,18 @@ def _added_up(records: list[dict[str, Any]]) -> dict[str, Any]:
         **telemetry.shard_telemetry(counts, seconds, busy, wall_s, flops, peak),
         "peak_memory_bytes": max(record["peak_memory_bytes"] for record in records),
         "parts": len(records),
+        "began": min(map(_began, records)),
+        "finished": max(record["finished"] for record in records),
         "length_histogram": _sums([record["length_histogram"] for record in records]),
         "cost": None if None in costs else sum(costs),
         "counts": asdict(counts),
     }
+
+
+def _began(record: dict[str, Any]) -> str:
+    """When the work on a part began, as its record writes times; with several devices the parts overlap."""
+    began = datetime.fromisoformat(record["finished"]) - timedelta(seconds=record["seconds"]["wall"])
+    return began.strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def _sums(many: list[dict[str, float]]) -> dict[str, float]:

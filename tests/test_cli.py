@@ -32,7 +32,7 @@ def test_only_commands_that_exist_are_listed(command: RunCommand) -> None:
     listed = re.findall(r"^  ([a-z]+)  ", command("--help").stdout, flags=re.MULTILINE)
     for name in listed:
         assert command(name, "--help").returncode == 0
-    assert set(listed) == {"run", "index", "search", "verify", "bench", "plan", "serve"}
+    assert set(listed) == {"run", "index", "search", "verify", "bench", "plan", "serve", "report"}
 
 
 def test_neither_torch_nor_faiss_enters_the_coordinator() -> None:

@@ -55,7 +55,7 @@ def test_every_option_of_the_readme_exists_and_every_option_is_in_the_readme(com
         "--job", "--output", "--model", "--no-normalize", "--no-trust-remote-code",
     }  # fmt: skip
     everywhere = set(re.findall(r"--[a-z][a-z-]+", README))
-    for other in ("bench", "index", "plan", "search", "serve", "verify"):
+    for other in ("bench", "index", "plan", "report", "search", "serve", "verify"):
         offered |= set(re.findall(r"--[a-z][a-z-]+", command(other, "--help").stdout))
     assert everywhere <= offered
 

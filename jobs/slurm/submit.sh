@@ -24,4 +24,4 @@ array=$(sbatch --parsable --array="0-$((tasks - 1))" "$here/embed.sbatch" "$job"
 # from being indexed. Its own exit code is the job's.
 finish=$(sbatch --parsable --dependency="afterany:${array%%;*}" "$here/finish.sbatch" "$job")
 echo "${array%%;*} ${finish%%;*}"
-echo "array ${array%%;*} of $tasks tasks, then ${finish%%;*}; watch it with: squeue --me; logs: embed-corpus-*.log here" >&2
+echo "array ${array%%;*} of $tasks tasks, then ${finish%%;*}; watch it with: squeue -u \$USER; logs: embed-corpus-*.log here" >&2
