@@ -42,6 +42,9 @@ class RunConfig(BaseModel):
         "float32", description="stored type; float16 halves the files and rounds to 3 decimal digits"
     )
     devices: str = Field("auto", description="auto, cpu, cpu,cpu, cuda, cuda:0,cuda:1: one worker process each")
+    backend: Literal["local", "ray"] = Field(
+        "local", description="where the workers run: on this machine, or on the nodes of a Ray cluster"
+    )
     attention: Attention = Field("auto", description="auto picks the fastest one that passes the load-time probe")
     max_batch_tokens: int | None = Field(
         None, ge=1, description="tokens computed at once; default: measured, about 2,048 on a CPU and 32,768 on a GPU"

@@ -2,6 +2,7 @@
 
 Workers are plain child processes with a pipe each way, in a session of their own. No fork, no ``multiprocessing``: it
 works from a notebook, a script without a main guard, or another tool's task. The coordinator never imports torch.
+How a worker is started and watched on other machines stands in ``ray_pool.py``; who gets what is decided here for both.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -26,6 +28,7 @@ from pipeline.records import Shard
 from pipeline.worker_settings import WorkerSettings
 
 MAX_ATTEMPTS = 3  # a shard is given out so often before it is named and given up
+MAX_NODES_LOST = 10  # where the whole machine went: seldom the shard's fault, but one that kills machines must end
 STALL_S = 900.0  # without any sign of progress; one batch takes seconds even for large models on a CPU
 STDERR_LINES = 40
 
@@ -48,7 +51,52 @@ class Event:
     reason: str = ""
 
 
-class WorkerProcess:
+class PoolWorker(ABC):
+    """What the pool knows of a worker, wherever its process runs.
+
+    Attributes:
+        device: what it was started for: ``cpu``, ``cuda`` or ``cuda:N``.
+        units: in work, the oldest first.
+        ready: its model is loaded.
+        last_sign: when it was last heard of or given something, in seconds of ``time.monotonic``.
+        died_with_node: it ended because its machine did, not by what it was doing.
+    """
+
+    died_with_node = False
+
+    def __init__(self, device: str) -> None:
+        self.device, self.last_sign, self.ready = device, time.monotonic(), False
+        self.units: dict[str, Shard] = {}
+
+    @property
+    def place(self) -> str:
+        """Where it is, for messages."""
+        return self.device
+
+    def start(self, unit: Shard) -> None:
+        self.units[unit.unit], self.last_sign = unit, time.monotonic()
+        self.send(do="shard", shard=asdict(unit))
+
+    @abstractmethod
+    def send(self, **request: Any) -> None:
+        """Send a request; one that is lost with the worker is no error: the worker's end arrives as an event."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """End it now; its end arrives as an event."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End it, whatever it is doing."""
+
+    @abstractmethod
+    def cause_of_death(self) -> str: ...
+
+
+Events = queue.Queue[tuple[PoolWorker, Any]]
+
+
+class WorkerProcess(PoolWorker):
     """One child process.
 
     Args:
@@ -58,12 +106,8 @@ class WorkerProcess:
         events: receives (worker, message) for each answer and (worker, None) when it ended.
     """
 
-    def __init__(
-        self, device: str, settings: WorkerSettings, threads: int, events: queue.Queue[tuple[WorkerProcess, Any]]
-    ) -> None:
-        self.device, self.last_sign = device, time.monotonic()
-        self.units: dict[str, Shard] = {}  # in work, the oldest first
-        self.ready = False
+    def __init__(self, device: str, settings: WorkerSettings, threads: int, events: Events) -> None:
+        super().__init__(device)
         self._stderr: collections.deque[str] = collections.deque(maxlen=STDERR_LINES)
         self.process = subprocess.Popen(
             [sys.executable, "-m", "pipeline.worker"],
@@ -92,11 +136,7 @@ class WorkerProcess:
         except (BrokenPipeError, ValueError):  # it died; its end is reported by the thread that reads its answers
             pass
 
-    def start(self, unit: Shard) -> None:
-        self.units[unit.unit], self.last_sign = unit, time.monotonic()
-        self.send(do="shard", shard=asdict(unit))
-
-    def _read_answers(self, events: queue.Queue[tuple[WorkerProcess, Any]]) -> None:
+    def _read_answers(self, events: Events) -> None:
         assert self.process.stdout is not None
         with self.process.stdout as lines:
             for line in lines:
@@ -120,6 +160,9 @@ class WorkerProcess:
         last = next((line for line in reversed(self._stderr) if line.strip()), "")
         return f"ended with exit code {code}" + (f": {last.strip()}" if last else "")
 
+    def kill(self) -> None:
+        self.process.kill()
+
     def close(self, grace_s: float = 5.0) -> None:
         """End the process, whatever it is doing, and wait for it."""
         assert self.process.stdin is not None
@@ -140,8 +183,8 @@ class Pool:
     def __init__(self, devices: Sequence[str], settings: WorkerSettings, cores: int) -> None:
         self._devices, self._settings = list(devices), settings
         self._threads = max(1, cores // max(1, len(devices)))
-        self._events: queue.Queue[tuple[WorkerProcess, Any]] = queue.Queue()
-        self._workers: list[WorkerProcess] = []
+        self._events: Events = queue.Queue()
+        self._workers: list[PoolWorker] = []
         self._failed_starts = 0
         self._later: list[str] = []
         self._todo = _Queue([])
@@ -181,8 +224,11 @@ class Pool:
         """Hand out nothing more: ``process`` ends when what is in work has ended."""
         self._todo.stop()
 
+    def _start(self, device: str) -> PoolWorker:
+        return WorkerProcess(device, self._settings, self._threads, self._events)
+
     def _spawn(self, device: str) -> None:
-        self._workers.append(WorkerProcess(device, self._settings, self._threads, self._events))
+        self._workers.append(self._start(device))
 
     def _spawn_later(self) -> None:
         for device in self._later:
@@ -193,7 +239,7 @@ class Pool:
         try:
             worker, message = self._events.get(timeout=1.0)
         except queue.Empty:
-            self._end_stalled()
+            self._watch()
             yield Event("tick")
             return
         worker.last_sign = time.monotonic()
@@ -216,11 +262,11 @@ class Pool:
             del worker.units[event.shard.unit]
             if todo.ended(event.shard, event.kind):
                 yield event
-        self._feed(worker, todo)
+        self._feed(todo, worker)
 
-    def _feed(self, worker: WorkerProcess, todo: _Queue) -> None:
-        """Give a worker that can take it the next unit, and workers that had nothing to do what has come up."""
-        for one in [worker, *(other for other in self._workers if other.ready and not other.units)]:
+    def _feed(self, todo: _Queue, *first: PoolWorker) -> None:
+        """Give workers that can take it the next unit, and those that had nothing to do what has come up."""
+        for one in [*first, *(other for other in self._workers if other.ready and not other.units)]:
             unit = todo.take(beside=list(one.units.values())) if one.ready and len(one.units) < 2 else None
             if unit is not None:
                 one.start(unit)
@@ -238,30 +284,33 @@ class Pool:
             raise RuntimeError(f"a worker could not start: {message['trace']}")
         return Event("bug", unit, reason=f"{unit.path}: {message['message']}\n{message['trace']}")
 
-    def _lost(self, worker: WorkerProcess, todo: _Queue) -> Iterator[Event]:
+    def _lost(self, worker: PoolWorker, todo: _Queue) -> Iterator[Event]:
         self._workers.remove(worker)
         worker.close()
-        cause = f"worker on {worker.device} {worker.cause_of_death()}"
+        cause = f"worker on {worker.place} {worker.cause_of_death()}"
+        limit = MAX_NODES_LOST if worker.died_with_node else MAX_ATTEMPTS
         if not worker.ready:
             self._failed_starts += 1
-            if self._failed_starts >= MAX_ATTEMPTS:
+            if self._failed_starts >= limit:
                 raise Stopped(f"{cause} while loading the model, {self._failed_starts} times; run again to continue")
         if not worker.units:
             yield Event("lost", reason=f"{cause}; starting another")
         for unit in reversed(worker.units.values()):
-            attempts = todo.suspect(unit)
-            if attempts < MAX_ATTEMPTS:
+            attempts = todo.suspect(unit, limit)
+            if attempts < limit:
                 yield Event("lost", unit, reason=f"{unit.path}: {cause}; trying again")
             elif todo.ended(unit, "gave up"):
                 reason = f"{unit.path}: {cause}, {attempts} times at this shard; given up"
                 yield Event("gave up", unit, reason=reason)
+        self._feed(todo)
         if todo:
             self._spawn(worker.device)
 
-    def _end_stalled(self) -> None:
+    def _watch(self) -> None:
+        """What is done about once a second while nothing happens: end workers that hang."""
         for worker in self._workers:
             if worker.units and time.monotonic() - worker.last_sign > STALL_S:
-                worker.process.kill()  # its end arrives as an event
+                worker.kill()
 
 
 class _Queue:
@@ -297,10 +346,13 @@ class _Queue:
             return None
         return self._waiting.popleft()
 
-    def suspect(self, unit: Shard) -> int:
-        """Note that a worker died with the unit in work, and take it back; returns how often that was."""
+    def suspect(self, unit: Shard, limit: int) -> int:
+        """Note that a worker died with the unit in work; returns how often that was.
+
+        It is taken back to be handed out again while that is less than ``limit``.
+        """
         self._attempts[unit.unit] += 1
-        if self._attempts[unit.unit] < MAX_ATTEMPTS:
+        if self._attempts[unit.unit] < limit:
             self._waiting.appendleft(unit)
         return self._attempts[unit.unit]
 
@@ -328,7 +380,7 @@ class QueryWorker:
     def __init__(self, device: str, settings: WorkerSettings, cores: int) -> None:
         self._device, self._settings, self._cores = device, settings, cores
         self.ready: dict[str, Any] = {}
-        self._events: queue.Queue[tuple[WorkerProcess, Any]] = queue.Queue()
+        self._events: Events = queue.Queue()
         self._worker: WorkerProcess | None = None
 
     def embed(self, texts: Sequence[str]) -> Any:

@@ -9,6 +9,7 @@ their death, and starts the index when all shards are committed. It never import
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -16,7 +17,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeline import ledger, tracing
 from pipeline.config import RunConfig
@@ -35,6 +36,9 @@ from pipeline.telemetry import RunReport
 from pipeline.threads import auto_tokenizer_workers, available_cores
 from pipeline.verdict import verdict
 from pipeline.worker_settings import WorkerSettings
+
+if TYPE_CHECKING:
+    from pipeline.ray_pool import RayCluster
 
 DEFAULT_ID = "id"
 
@@ -55,17 +59,22 @@ def run(config: RunConfig, display: Display | None = None, *, stand_in: str | No
         Stopped: the output is in use, or workers died too often.
     """
     rank = resolve_rank(config.rank, config.world_size)
-    with tracing.begin(config, rank) as trace:
-        report = _run(config, rank, trace.display(display or NoDisplay()), trace, stand_in)
+    with tracing.begin(config, rank) as trace, connected(config) as cluster:
+        report = _run(config, rank, trace.display(display or NoDisplay()), trace, cluster, stand_in)
         trace.end(report)
     return report
 
 
 def _run(
-    config: RunConfig, rank: Rank | None, display: Display, trace: tracing.Trace, stand_in: str | None
+    config: RunConfig,
+    rank: Rank | None,
+    display: Display,
+    trace: tracing.Trace,
+    cluster: RayCluster | None,
+    stand_in: str | None,
 ) -> RunReport:
     start = time.perf_counter()
-    job = resolve(config)
+    job = resolve(config, cluster)
     output, columns, model, devices, checked = job.output, job.columns, job.model, job.devices, job.checked
     encoder = job.encoder
     if rank is not None and (config.prune or config.verify):
@@ -97,7 +106,7 @@ def _run(
             fingerprint=fingerprint,
             long_texts=config.long_texts,
             chunk_overlap=config.chunk_overlap,
-            tokenizer_workers=tokenizer_workers(config, devices),
+            tokenizer_workers=tokenizer_workers(config, devices, job.cores),
             price_per_hour=None if config.price_per_hour is None else config.price_per_hour / len(devices),
             offline=not any(shard.path.startswith("hf://") for shard in checked.shards),
             stand_in=stand_in,
@@ -112,11 +121,12 @@ def _run(
             price_per_hour=config.price_per_hour,
             warnings=warnings,
         )
-        if config.devices == "auto" and devices == ["cpu"] and todo:
+        if config.devices == "auto" and set(devices) == {"cpu"} and todo:
             report.warnings.append("no GPU found: running on the CPU")
         note_removed(report, Ledger(output), everything, prune=config.prune)
-        embed(todo, checked, devices, settings, config.index, Meter(Limits.of(config), start), report, display)
-        spare = (available_cores() - len(devices) * (1 + settings.tokenizer_workers)) // len(devices)
+        workers = pool_for(cluster, job, settings, fields, display)
+        embed(todo, checked, workers, devices, settings, config.index, Meter(Limits.of(config), start), report, display)
+        spare = (job.cores - len(devices) * (1 + settings.tokenizer_workers)) // len(devices)
         report.verdict = verdict(report.shards, settings.tokenizer_workers, spare)
         add_totals(report, output)
         if config.index != "none" and report.total_rows_out and rank is None and not report.stopped:
@@ -133,21 +143,38 @@ def _run(
     return report
 
 
+def connected(config: RunConfig) -> contextlib.AbstractContextManager[RayCluster | None]:
+    """The cluster that workers run on; None for this machine."""
+    if config.backend == "local":
+        return contextlib.nullcontext()
+    from pipeline.ray_pool import RayCluster  # here: nobody else needs it
+
+    return RayCluster()
+
+
 @dataclass(frozen=True)
 class Job:
-    """A configuration with everything looked up that can be without a model being loaded."""
+    """A configuration with everything looked up that can be without a model being loaded.
+
+    ``cores`` are those of all devices together.
+    """
 
     output: Storage
     columns: Columns
     id_name: str
     model: ModelFolder
     devices: list[str]
+    cores: int
     checked: Checked
     encoder: EncoderSettings
 
 
-def resolve(config: RunConfig) -> Job:
+def resolve(config: RunConfig, cluster: RayCluster | None = None) -> Job:
     """Look up output, columns, model, devices and shards; nothing is written.
+
+    Args:
+        config: the options.
+        cluster: whose devices they are; None for this machine's.
 
     Raises:
         ConfigError: one of them is not as the options say.
@@ -156,14 +183,28 @@ def resolve(config: RunConfig) -> Job:
     output = open_output(config.output)
     columns, id_name = resolve_columns(config)
     model = open_model(config.model, trust_remote_code=config.trust_remote_code)
-    devices = resolve_devices(config.devices, num_gpus())
+    if cluster is None:
+        devices, cores = resolve_devices(config.devices, num_gpus()), available_cores()
+    else:
+        devices, cores = cluster.resolve_devices(config.devices)
     checked = check_shards(find_shards(config.input, config.output), columns)
-    return Job(output, columns, id_name, model, devices, checked, encoder_settings(config, model, devices[0]))
+    return Job(output, columns, id_name, model, devices, cores, checked, encoder_settings(config, model, devices[0]))
+
+
+def pool_for(
+    cluster: RayCluster | None, job: Job, settings: WorkerSettings, fields: dict[str, Any], display: Display
+) -> Pool:
+    """The workers of a run, not started yet."""
+    if cluster is None:
+        return Pool(job.devices, settings, job.cores)
+    hashes = {name: value for name, value in fields.items() if name.startswith("model_")}
+    return cluster.pool(job.devices, job.cores, settings, job.model, hashes, job.checked.shards, display.line)
 
 
 def embed(
     todo: Sequence[Shard],
     checked: Checked,
+    workers: Pool,
     devices: Sequence[str],
     settings: WorkerSettings,
     factory: str,
@@ -178,7 +219,7 @@ def embed(
         return
     start = time.perf_counter()
     shards = [unit for unit in todo if unit.part is None]
-    with display.embedding(shards) as show, Pool(devices, settings, available_cores()) as pool:
+    with display.embedding(shards) as show, workers as pool:
         for event in pool.process(todo):
             if event.kind == "ready":
                 if not report.dim:
@@ -309,7 +350,7 @@ def described(
     query = {"path": str(model.path), "name": model.name, "query_prompt": model.query_prompt(), "dtype": encoder.dtype}
     inputs = [name if "://" in name else os.path.abspath(name) for name in config.input]
     # What only one of several ranks says, or only one day's run, is no property of the output.
-    own = {"rank", "world_size", "max_tokens", "max_cost", "max_hours", "price_per_hour"}
+    own = {"backend", "rank", "world_size", "max_tokens", "max_cost", "max_hours", "price_per_hour"}
     size = {"shards": len(checked.shards), "rows": sum(shard.num_rows or 0 for shard in checked.shards)}
     return {**config.model_dump(exclude=own), "input": inputs}, query, size
 
@@ -330,11 +371,11 @@ def prove(output: Storage, display: Display) -> dict[str, Any]:
     return short_form(verify(str(output.root), progress=display.line))
 
 
-def tokenizer_workers(config: RunConfig, devices: Sequence[str]) -> int:
+def tokenizer_workers(config: RunConfig, devices: Sequence[str], cores: int) -> int:
     """Processes of each worker; 0 for none."""
     if config.tokenizer_workers != "auto":
         return config.tokenizer_workers
-    return auto_tokenizer_workers(devices[0], available_cores(), len(devices))
+    return auto_tokenizer_workers(devices[0], cores, len(devices))
 
 
 def add_totals(report: RunReport, output: Storage) -> None:

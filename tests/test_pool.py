@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pipeline import pool
 from pipeline.errors import ConfigError, Stopped
-from pipeline.pool import Pool
+from pipeline.pool import Events, Pool, PoolWorker
 from pipeline.records import EncoderSettings, Shard
 from pipeline.shards import Columns, find_shards
 from pipeline.worker_settings import WorkerSettings
@@ -101,3 +103,89 @@ def test_a_gpu_worker_sees_its_own_gpu_alone(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert pool._visible("cuda:1") == {"CUDA_VISIBLE_DEVICES": "1"}
     assert pool._visible("cpu") == {"CUDA_VISIBLE_DEVICES": ""}
+
+
+class Scripted(PoolWorker):
+    """Does what the test's script does with it: called with "" when it starts, then with the key of each shard."""
+
+    def __init__(self, device: str, events: Events, script: Script) -> None:
+        super().__init__(device)
+        self._events, self._script = events, script
+        script(self, "")
+
+    def says(self, event: str, **values: Any) -> None:
+        self._events.put((self, {"event": event, **values}))
+
+    def dies(self, *, with_node: bool = False) -> None:
+        self.died_with_node = with_node
+        self._events.put((self, None))
+
+    def send(self, **request: Any) -> None:
+        self._script(self, request["shard"]["key"])
+
+    def kill(self) -> None:
+        self.dies()
+
+    def close(self) -> None: ...
+
+    def cause_of_death(self) -> str:
+        return "died"
+
+
+Script = Callable[[Scripted, str], None]
+
+
+class ScriptedPool(Pool):
+    def __init__(self, devices: list[str], script: Script) -> None:
+        super().__init__(devices, WorkerSettings(EncoderSettings("none"), max_batch_tokens=1), 1)
+        self._script = script
+
+    def _start(self, device: str) -> PoolWorker:
+        return Scripted(device, self._events, self._script)
+
+
+def whole(*keys: str) -> list[Shard]:
+    return [Shard(key, f"/{key}.parquet", 1, 1) for key in keys]
+
+
+def test_an_idle_worker_takes_over_and_does_not_wait_for_a_replacement() -> None:
+    started: list[Scripted] = []
+
+    def script(worker: Scripted, key: str) -> None:
+        if not key:
+            started.append(worker)
+            if len(started) <= 2:  # where should a third one start, its machine being gone
+                worker.says("ready", max_batch_tokens=1)
+        elif worker is not started[0]:
+            worker.says("done", unit=key, record={})
+
+    kinds = []
+    for event in ScriptedPool(["one", "two"], script).process(whole("a", "b", "c")):
+        kinds.append(event.kind)
+        assert kinds.count("tick") < 5, kinds
+        if event.kind == "done" and event.shard == whole("c")[0]:  # the first one has two in work
+            started[0].dies(with_node=True)
+    assert [kind for kind in kinds if kind not in ("ready", "tick")] == ["done", "lost", "lost", "done", "done"]
+
+
+def test_a_shard_is_not_blamed_for_a_few_lost_machines_but_for_many() -> None:
+    def script(worker: Scripted, key: str) -> None:
+        if key:
+            worker.dies(with_node=True)
+        else:
+            worker.says("ready", max_batch_tokens=1)
+
+    kinds = [event.kind for event in ScriptedPool(["one"], script).process(whole("a"))]
+    assert [kind for kind in kinds if kind != "ready"] == ["lost"] * (pool.MAX_NODES_LOST - 1) + ["gave up"]
+
+
+def test_machines_that_are_lost_while_the_model_loads_are_tried_more_often() -> None:
+    started: list[Scripted] = []
+
+    def script(worker: Scripted, key: str) -> None:
+        started.append(worker)
+        worker.dies(with_node=True)
+
+    with pytest.raises(Stopped, match=f"worker on one died while loading the model, {pool.MAX_NODES_LOST} times"):
+        list(ScriptedPool(["one"], script).process(whole("a")))
+    assert len(started) == pool.MAX_NODES_LOST
