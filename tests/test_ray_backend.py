@@ -229,9 +229,11 @@ def test_the_loss_of_the_connection_stops_the_run(
             for process in psutil.Process().children():
                 if "pipeline.ray_driver" in process.cmdline():
                     process.kill()
+        assert [one.kind for one in watch.events].count("tick") < 30
 
+    watch = Watch(cut)
     with pytest.raises(Stopped, match=r"the connection to the Ray cluster is lost.*; run again to continue"):
-        embed(corpus, tmp_path / "out", model_dir, Watch(cut), backend="ray", devices="cpu")
+        embed(corpus, tmp_path / "out", model_dir, watch, backend="ray", devices="cpu")
     assert len(workers) == 1 and gone(workers)
 
 
