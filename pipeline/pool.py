@@ -193,8 +193,12 @@ class Pool:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for worker in self._workers:
-            worker.close()
+        # All at once: one that is busy takes seconds to be ended, and a scheduler does not wait long.
+        threads = [threading.Thread(target=worker.close) for worker in self._workers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
 
     def process(self, units: Sequence[Shard]) -> Iterator[Event]:
         """Hand the units out, in order, and report what becomes of each.

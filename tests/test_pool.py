@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -189,3 +190,22 @@ def test_machines_that_are_lost_while_the_model_loads_are_tried_more_often() -> 
     with pytest.raises(Stopped, match=f"worker on one died while loading the model, {pool.MAX_NODES_LOST} times"):
         list(ScriptedPool(["one"], script).process(whole("a")))
     assert len(started) == pool.MAX_NODES_LOST
+
+
+def test_busy_workers_are_ended_all_at_once(tmp_path: Path) -> None:
+    together = threading.Barrier(3)
+
+    class Busy(PoolWorker):
+        def send(self, **request: Any) -> None: ...
+
+        def kill(self) -> None: ...
+
+        def close(self) -> None:
+            together.wait(timeout=60)  # none gets on before all have begun
+
+        def cause_of_death(self) -> str:
+            return ""
+
+    with Pool(["cpu"] * 3, settings(tmp_path, "StandIn"), 3) as workers:
+        workers._workers = [Busy("cpu") for _ in range(3)]
+    assert together.n_waiting == 0 and not together.broken
