@@ -332,7 +332,9 @@ def here(command: list[str]) -> list[str]:
 
 if __name__ == "__main__":
     import cli
+    from pipeline import plan as plan_module
     from pipeline import run as run_module
 
     run_module.run = functools.partial(run_module.run, stand_in=STAND_IN)
+    plan_module.make_plan = functools.partial(plan_module.make_plan, stand_in=STAND_IN)
     cli.main()
