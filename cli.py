@@ -34,6 +34,12 @@ Json = Annotated[bool, typer.Option("--json", help="print the result as JSON on 
 Progress = Annotated[str, typer.Option(help="auto (a bar in a terminal, lines elsewhere), rich, plain or none")]
 NO_OPTIONS_OF_A_RUN = ("inputs", "job", "as_json", "progress", "log_format")
 IndexOption = Annotated[str | None, typer.Option(help="auto (default), none, or a FAISS factory string")]
+MaxIndexRam = Annotated[
+    str | None, typer.Option(help="memory the index may take, such as 8GB; default: half of what is granted here")
+]
+MinRecall = Annotated[float | None, typer.Option(help="recall@10 below which no index is published; default: 0.95")]
+MaxLatency = Annotated[float | None, typer.Option("--max-latency-ms", help="median time of a search, one thread")]
+Metric = Annotated[str | None, typer.Option(help="ip or l2, for vectors that are not normalised; default: ip")]
 QUERIES_AT_ONCE = 1_024
 MAX_SHOWN = 300  # characters of a value in a table; --json has all of it
 LOG_FORMAT: ContextVar[str] = ContextVar("LOG_FORMAT", default="text")
@@ -86,6 +92,10 @@ def run(
         bool | None, typer.Option("--compile", help="torch.compile the model: for small models on a GPU")
     ] = None,
     index: IndexOption = None,
+    max_index_ram: MaxIndexRam = None,
+    min_recall: MinRecall = None,
+    max_latency_ms: MaxLatency = None,
+    metric: Metric = None,
     long_texts: Annotated[
         str | None, typer.Option(help="truncate (default; counted), or chunk: a row for each overlapping piece")
     ] = None,
@@ -183,22 +193,43 @@ def plan_command(
 def index_command(
     directory: Annotated[str, typer.Argument(metavar="DIR", help="the --output folder of a run")],
     index: IndexOption = None,
+    max_index_ram: MaxIndexRam = None,
+    min_recall: MinRecall = None,
+    max_latency_ms: MaxLatency = None,
+    metric: Metric = None,
+    plot: Annotated[
+        str | None, typer.Option(metavar="FILE.png", help="draw recall against latency; needs matplotlib")
+    ] = None,
     as_json: Json = False,
     progress: Progress = "auto",
 ) -> None:
     """Build or update the index of DIR from its committed shards."""
     stop_on_sigterm()
     with errors():
+        from pipeline.bench import check_plot
+        from pipeline.index_choice import IndexOptions, parse_size
+        from pipeline.index_plot import plot as write_plot
         from pipeline.ledger import read_run
         from pipeline.progress import make_display
         from pipeline.run import build_index
         from pipeline.storage import open_output
 
+        if plot is not None:
+            check_plot(plot)
+        options = IndexOptions(
+            index or "auto",
+            0.95 if min_recall is None else min_recall,
+            parse_size(max_index_ram) if max_index_ram else None,
+            max_latency_ms,
+            metric,  # type: ignore[arg-type]  # checked there
+        )
         output = open_output(directory)
-        document = build_index(output, index or "auto", make_display(progress))
+        document = build_index(output, options, make_display(progress))
         expected, found = read_run(output).get("input", {}).get("shards", 0), len(document["shards"])
         if found < expected:
             warn(f"{expected - found} of {expected} shards are not finished and not indexed")
+        if plot is not None:
+            write_plot(document, plot)
         if as_json:
             print(json.dumps(document, indent=2))
         else:
@@ -389,7 +420,7 @@ def show_report(report: RunReport, as_json: bool) -> None:
 
 def describe_index(document: dict[str, Any]) -> str:
     recall = document["recall_at_10"]
-    verb = "unchanged" if document.get("reused") else "built"
+    verb = "unchanged" if document.get("reused") else {"updated": "updated"}.get(document.get("built", ""), "built")
     return (
         f"Index {verb}: {document['ntotal']:,} vectors, {document['factory']}, recall@10 {recall['value']:.3f} "
         f"[{recall['low']:.3f}, {recall['high']:.3f}] on {recall['queries']} queries, "

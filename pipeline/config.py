@@ -54,6 +54,12 @@ class RunConfig(BaseModel):
     )
     compile: bool = Field(False, description="put the model through torch.compile: for small models on a GPU")
     index: str = Field("auto", min_length=1, description="auto, none, or a FAISS factory string")
+    max_index_ram: str | None = Field(
+        None, description="memory the index may take, such as 8GB; default: half of what is granted here"
+    )
+    min_recall: float = Field(0.95, ge=0, le=1, description="recall@10 below which no index is published")
+    max_latency_ms: float | None = Field(None, gt=0, description="median time of a search, one thread")
+    metric: Literal["ip", "l2"] | None = Field(None, description="for vectors that are not normalised; default: ip")
     long_texts: Literal["truncate", "chunk"] = Field(
         "truncate", description="texts above the limit: cut and counted, or one output row for each overlapping piece"
     )

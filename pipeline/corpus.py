@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -84,6 +84,14 @@ class Block(NamedTuple):
         """(n,) int64."""
         return self.file.faiss_ids(self.row, len(self.vectors))
 
+    def after(self, num_rows: int) -> Block:
+        """Without its first rows."""
+        return Block(self.file, self.row + num_rows, self.vectors[num_rows:]) if num_rows else self
+
+    def before(self, num_rows: int) -> Block:
+        """Its first rows."""
+        return self._replace(vectors=self.vectors[:num_rows])
+
 
 @dataclass(frozen=True)
 class Corpus:
@@ -101,7 +109,7 @@ class Corpus:
 
     @property
     def num_vectors(self) -> int:
-        return self.files[-1].start + self.files[-1].rows
+        return self.files[-1].start + self.files[-1].rows if self.files else 0
 
     def positions(self, faiss_ids: Positions) -> Positions:
         """The position of each FAISS id, int64 of the same shape; -1, FAISS' word for nothing found, stays -1."""
@@ -110,23 +118,46 @@ class Corpus:
             starts[file.ordinal] = file.start
         return np.where(faiss_ids < 0, -1, starts[faiss_ids >> 32] + (faiss_ids & 0xFFFFFFFF))
 
-    def blocks(self, wanted: Positions | None = None) -> Iterator[Block]:
-        """Every vector in order, or only the row groups that hold one of the ascending positions ``wanted``."""
+    def faiss_ids(self, positions: Positions) -> Positions:
+        """The FAISS id at each position, int64 of the same shape."""
+        starts = np.array([file.start for file in self.files])
+        ordinals = np.array([file.ordinal for file in self.files], dtype=np.int64)
+        at = np.searchsorted(starts, positions, side="right") - 1  # the last of equals: files before it are empty
+        return np.asarray((ordinals[at] << 32) + positions - starts[at])
+
+    def part(self, ordinals: Container[int]) -> Corpus:
+        """Only the files of these ordinals, with positions of their own."""
+        chosen, start = [], 0
+        for file in self.files:
+            if file.ordinal in ordinals:
+                chosen.append(replace(file, start=start))
+                start += file.rows
+        return replace(self, files=chosen)
+
+    def blocks(self, wanted: Positions | None = None, *, first: int = 0) -> Iterator[Block]:
+        """Every vector in order.
+
+        Args:
+            wanted: ascending positions: only the row groups that hold one of them.
+            first: the position to begin at.
+        """
         batch_rows = max(1, BLOCK_FLOATS // self.dim)
         for file in self.files:
-            if not _touches(wanted, file.start, file.rows):
+            if file.start + file.rows <= first or not _touches(wanted, file.start, file.rows):
                 continue
             with self.open(file) as parquet:
                 for group, row, rows in _row_groups(parquet):
-                    if _touches(wanted, file.start + row, rows):
+                    if file.start + row + rows > first and _touches(wanted, file.start + row, rows):
                         for batch in parquet.iter_batches(batch_rows, row_groups=[group], columns=["embedding"]):
-                            yield Block(file, row, _vectors(batch.column("embedding"), self.dim))
+                            block = Block(file, row, _vectors(batch.column("embedding"), self.dim))
                             row += batch.num_rows
+                            if file.start + row > first:
+                                yield block.after(max(0, first - block.position))
 
-    def vectors_at(self, ascending: Positions) -> Vectors:
-        """(n, dim) float32, the vectors at n ascending positions; reads only the row groups that hold them."""
-        sample = Sample(ascending, self.dim)
-        for block in self.blocks(ascending):
+    def vectors_at(self, positions: Positions) -> Vectors:
+        """(n, dim) float32, the vectors at n positions; reads only the row groups that hold them."""
+        sample = Sample(positions, self.dim)
+        for block in self.blocks(np.sort(positions)):
             sample.add(block)
         return sample.vectors
 
@@ -253,26 +284,27 @@ class Sample:
     """The vectors at some positions, gathered from the blocks that pass by.
 
     Attributes:
-        vectors: (n, dim) float32, in the order of the n positions.
+        vectors: (n, dim) float32 or another type, in the order of the n positions.
     """
 
-    def __init__(self, positions: Positions, dim: int) -> None:
-        self.vectors = np.empty((len(positions), dim), dtype=np.float32)
+    def __init__(self, positions: Positions, dim: int, dtype: Any = np.float32) -> None:
+        self.vectors = np.empty((len(positions), dim), dtype=dtype)
         self._order = np.argsort(positions, kind="stable")
         self._ascending = positions[self._order]
 
     def add(self, block: Block) -> None:
         low, high = np.searchsorted(self._ascending, [block.position, block.position + len(block.vectors)])
-        self.vectors[self._order[low:high]] = block.vectors[self._ascending[low:high] - block.position]
+        with np.errstate(over="ignore"):  # a type may be too small for long vectors: see who asks for it
+            self.vectors[self._order[low:high]] = block.vectors[self._ascending[low:high] - block.position]
 
 
-def scan(blocks: Iterable[Block], positions: Positions, dim: int) -> tuple[Vectors, bool]:
-    """The vectors at n positions, (n, dim) float32, and whether all vectors are of unit length.
+def scan(blocks: Iterable[Block], samples: Sequence[Sample] = ()) -> bool:
+    """Let vectors pass by: fills the samples; returns whether all are of unit length.
 
     Raises:
         IndexingError: a vector is not finite.
     """
-    sample, normalized = Sample(positions, dim), True
+    normalized = True
     for block in blocks:
         # float64, so that a long finite vector does not look infinite
         norms = np.sqrt(np.einsum("ij,ij->i", block.vectors, block.vectors, dtype=np.float64))
@@ -281,8 +313,9 @@ def scan(blocks: Iterable[Block], positions: Positions, dim: int) -> tuple[Vecto
             # FAISS would count such a row and never return it, or return it first (SQ8)
             raise IndexingError(f"{block.file.path}: vector at output row {block.row + bad[0]} is not finite; {REDO}")
         normalized &= bool((np.abs(norms - 1.0) <= NORM_TOLERANCE).all())
-        sample.add(block)
-    return sample.vectors, normalized
+        for sample in samples:
+            sample.add(block)
+    return normalized
 
 
 def write_ids(corpus: Corpus, key: pa.Field, path: Path) -> None:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from pipeline.batcher import plan_batches
 from pipeline.calibration import cost_terms, windows
 from pipeline.cost_model import fit_cost, student
-from pipeline.indexer import plan_index
+from pipeline.index_choice import IndexOptions, choices, predict
 from pipeline.reader import WINDOW_BYTES, WINDOW_ROWS
 from pipeline.records import Shard
 from pipeline.sample import Sample
@@ -39,7 +39,6 @@ HASH_BYTES = 16  # of a row in reuse/
 INDEX_ROW_BYTES = 12  # of a row in the table of ids, beside the id
 WORKER_GROWTH = 1.25  # its allocator goes on growing: 0.80 GB while timing, 1.00 after 43 batches (all-MiniLM-L6-v2)
 COORDINATOR_BYTES = 200_000_000
-INDEXER_BYTES = 250_000_000
 
 
 @dataclass(frozen=True)
@@ -67,12 +66,14 @@ class IndexPlan:
         size_bytes: of the index file; None for a factory whose size is not known here.
         num_train: vectors it trains on.
         warnings: the indexer's.
+        build_bytes: of memory that building it takes; None where that is not known.
     """
 
     factory: str
     size_bytes: int | None
     num_train: int
     warnings: list[str] = field(default_factory=list)
+    build_bytes: int | None = None
 
 
 def full_window_rows(shards: Sequence[Shard], sample: Sample) -> int:
@@ -220,38 +221,19 @@ def makespan(seconds: Sequence[float], num_devices: int) -> float:
     return max(free_at)
 
 
-def index_plan(requested: str, vectors: int, dim: int) -> IndexPlan | None:
-    """None where none is asked for, or there is nothing to put in it."""
-    if requested == "none" or not vectors:
+def index_plan(options: IndexOptions | None, vectors: int, dim: int) -> IndexPlan | None:
+    """None where none is asked for, or there is nothing to put in it.
+
+    Raises:
+        ConfigError: no index fits the memory it may take.
+    """
+    if options is None or not vectors:
         return None
-    chosen = plan_index(requested, vectors)
-    return IndexPlan(chosen.factory, index_bytes(chosen.factory, vectors, dim), chosen.num_train, chosen.warnings)
-
-
-def index_bytes(factory: str, vectors: int, dim: int) -> int | None:
-    """Size of a FAISS index file, within a few percent; None for kinds whose size is not known here."""
-    size = 8.0 * vectors  # the ids
-    for part in factory.split(","):
-        lists = re.fullmatch(r"IVF(\d+)(_HNSW\d+)?", part)
-        graph = re.fullmatch(r"HNSW(\d+)", part)
-        codes = _code_bytes(part, dim)
-        if lists:
-            size += int(lists[1]) * dim * 4
-        elif graph:
-            size += vectors * (8.0 * int(graph[1]) + 12) + (0 if f"{part}," in factory else 4 * dim * vectors)
-        elif codes is not None:
-            size += codes * vectors
-        elif part not in ("IDMap", "IDMap2"):
-            return None
-    return round(size)
-
-
-def _code_bytes(part: str, dim: int) -> float | None:
-    fixed = {"Flat": 4.0, "SQ8": 1.0, "SQ6": 0.75, "SQ4": 0.5, "SQfp16": 2.0, "SQbf16": 2.0}
-    if part in fixed:
-        return fixed[part] * dim
-    product = re.fullmatch(r"PQ(\d+)(?:x(\d+))?", part)
-    return int(product[1]) * int(product[2] or 8) / 8 if product else None
+    chosen = choices(options, vectors, dim)[0]
+    predicted = predict(chosen, vectors, dim, options.max_bytes)
+    return IndexPlan(
+        chosen.factory, predicted.index_bytes, chosen.num_train, chosen.warnings, predicted.build_bytes
+    )
 
 
 def index_seconds(index: IndexPlan, vectors: int, dim: int) -> float:
@@ -286,7 +268,5 @@ def memory_bytes(measured: Measured, num_devices: int, dim: int, index: IndexPla
     """Of all processes at once, while embedding or indexing, whichever needs more."""
     window = measured.window_rows * (2 * 4 * dim + 3 * measured.text_bytes)
     embedding = COORDINATOR_BYTES + num_devices * (WORKER_GROWTH * measured.peak_memory_bytes + window)
-    indexing = 0.0
-    if index is not None:
-        indexing = COORDINATOR_BYTES + INDEXER_BYTES + (index.size_bytes or 0) + 2 * 4 * dim * index.num_train
+    indexing = 0.0 if index is None else COORDINATOR_BYTES + (index.build_bytes or 0)
     return round(max(embedding, indexing))

@@ -35,7 +35,8 @@ from pipeline.forecast import (
     memory_bytes,
     whole_run,
 )
-from pipeline.indexer import plan_index
+from pipeline.index_choice import choices, index_options
+from pipeline.memory import short_bytes
 from pipeline.pool import QueryWorker
 from pipeline.progress import Display, NoDisplay
 from pipeline.records import Shard
@@ -130,8 +131,8 @@ def make_plan(
     rows = sum(shard.num_rows or 0 for shard in checked.shards)
     if not rows:
         raise ConfigError(f"input: the {len(checked.shards)} shards hold no row; there is nothing to plan")
-    if config.index not in ("auto", "none"):
-        plan_index(config.index, rows)  # a wrong factory is told before the model is loaded
+    if (options := index_options(config)) is not None and options.factory != "auto":
+        choices(options, rows, 1)  # a wrong factory is told before the model is loaded
     if save:
         output.prepare()
     display.line(f"{len(checked.shards)} shards, {rows:,} rows; reading a sample and loading the model")
@@ -184,7 +185,7 @@ def _put_together(
     vectors = round(rows * float(measured.weights @ measured.pieces))
     mean, half = measured.tokens_a_row()
     tokens = Estimate.around(round(mean * rows), half * rows)
-    index = index_plan(config.index, vectors, dim)
+    index = index_plan(index_options(config), vectors, dim)
     batches, embed_s = embedding(measured, shards, devices, vectors, dim)
     index_s = index_seconds(index, vectors, dim) if index else 0.0
     seconds = whole_run(measured, load_s, embed_s, index_s)
@@ -295,10 +296,3 @@ def short_time(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.1f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:,.1f} h"
-
-
-def short_bytes(size: float | None) -> str:
-    if size is None:
-        return "unknown"
-    unit, name = next((pair for pair in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")) if size >= pair[0]), (1, "B"))
-    return f"{size / unit:,.1f} {name}"

@@ -23,6 +23,7 @@ from pipeline import ledger, tracing
 from pipeline.config import RunConfig
 from pipeline.devices import num_gpus, resolve_devices, resolve_dtype
 from pipeline.errors import EXIT_BUG, ConfigError, EmbedCorpusError, IndexingError, Stopped
+from pipeline.index_choice import IndexOptions, index_options
 from pipeline.ledger import Ledger
 from pipeline.limits import Limits, Meter
 from pipeline.model import ModelFolder, open_model
@@ -76,7 +77,7 @@ def _run(
     start = time.perf_counter()
     job = resolve(config, cluster)
     output, columns, model, devices, checked = job.output, job.columns, job.model, job.devices, job.checked
-    encoder = job.encoder
+    encoder, indexing = job.encoder, index_options(config)
     if rank is not None and (config.prune or config.verify):
         raise ConfigError(f"--{'prune' if config.prune else 'verify'} is for a run of all shards; this is rank {rank}")
     warnings = output.prepare()
@@ -129,10 +130,10 @@ def _run(
         spare = (job.cores - len(devices) * (1 + settings.tokenizer_workers)) // len(devices)
         report.verdict = verdict(report.shards, settings.tokenizer_workers, spare)
         add_totals(report, output)
-        if config.index != "none" and report.total_rows_out and rank is None and not report.stopped:
+        if indexing is not None and report.total_rows_out and rank is None and not report.stopped:
             began = time.perf_counter()
             try:
-                report.index = build_index(output, config.index, display)
+                report.index = build_index(output, indexing, display)
                 trace.index(report.index, began, time.perf_counter())
             except IndexingError as error:  # the vectors are safe; the report must still be shown
                 report.add_failure("index", "bad", str(error))
@@ -398,13 +399,13 @@ def check_factory(output: str, factory: str, dim: int, display: Display) -> None
         run_indexer([output, "--factory", factory, "--check-dim", str(dim)], display)
 
 
-def build_index(output: Storage, factory: str, display: Display) -> dict[str, Any]:
-    """Build or reuse the index; returns the content of index.json.
+def build_index(output: Storage, options: IndexOptions, display: Display) -> dict[str, Any]:
+    """Build, update or reuse the index; returns the content of index.json.
 
     Raises:
         EmbedCorpusError: as the indexer said.
     """
-    return run_indexer([str(output.root), "--factory", factory], display)
+    return run_indexer([str(output.root), *options.arguments()], display)
 
 
 def run_indexer(arguments: list[str], display: Display) -> dict[str, Any]:

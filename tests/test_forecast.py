@@ -20,12 +20,12 @@ from pipeline.forecast import (
     embedding,
     full_window_rows,
     half_width,
-    index_bytes,
     index_plan,
     makespan,
     memory_bytes,
     whole_run,
 )
+from pipeline.index_choice import IndexOptions
 from pipeline.records import Shard
 from pipeline.sample import Sample
 
@@ -86,15 +86,16 @@ def test_windows_end_at_the_rows_or_bytes_of_the_run() -> None:
 
 
 def test_memory_and_disk_leave_out_an_index_whose_size_is_not_known() -> None:
-    known, unknown = index_plan("auto", 1000, 64), IndexPlan("OPQ16,IVF16,PQ16", None, 0)
-    assert known == IndexPlan("IDMap2,Flat", 1000 * (4 * 64 + 8), 0)
-    assert index_plan("none", 1000, 64) is index_plan("auto", 0, 64) is None
+    known, unknown = index_plan(IndexOptions(), 1000, 64), IndexPlan("IVF16,ITQ16,LSH", None, 0)
+    assert known is not None
+    assert (known.factory, known.size_bytes, known.num_train) == ("IDMap2,Flat", 1000 * (4 * 64 + 8), 0)
+    assert index_plan(None, 1000, 64) is index_plan(IndexOptions(), 0, 64) is None
     assert disk_bytes("float16", 10.0, 1000, 64, None) == {
         "embeddings": 1000 * (2 * 64 + 10), "reuse": 16_000, "total": 1000 * (2 * 64 + 10) + 16_000,
     }  # fmt: skip
     assert disk_bytes("float32", 0.0, 1000, 64, unknown)["total"] is None
     assert memory_bytes(measured(), 2, 64, None) > memory_bytes(measured(), 1, 64, None)
-    assert memory_bytes(measured(), 1, 64, IndexPlan("Flat", 10**10, 0)) > 10**10
+    assert memory_bytes(measured(), 1, 64, IndexPlan("Flat", 10**10, 0, [], 10**10)) > 10**10
 
 
 def test_coefficients_are_found_and_never_negative() -> None:
@@ -123,17 +124,3 @@ def test_shards_are_dealt_out_as_devices_become_free() -> None:
     assert makespan([4, 1, 1, 1], 2) == 4
     assert makespan([1, 1, 4], 2) == 5
     assert makespan([], 3) == 0
-
-
-@pytest.mark.parametrize(
-    ("factory", "expected"),
-    [
-        ("IDMap2,Flat", 1000 * (4 * 64 + 8)),
-        ("IVF16,Flat", 1000 * (4 * 64 + 8) + 16 * 64 * 4),
-        ("IVF16,SQ8", 1000 * (64 + 8) + 16 * 64 * 4),
-        ("IDMap2,PQ16x4", 1000 * (8 + 8)),
-        ("OPQ16,IVF16,PQ16", None),
-    ],
-)
-def test_index_sizes_are_those_of_the_codes(factory: str, expected: int | None) -> None:
-    assert index_bytes(factory, 1000, 64) == expected

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 from numpy.typing import NDArray
 
-from pipeline import indexer, ledger
+from pipeline import index_choice, index_training, indexer, ledger
 from pipeline.errors import ConfigError, IndexingError, OutputError
 from pipeline.indexer import build_index
 from pipeline.storage import Output, sha256_file
@@ -117,7 +117,7 @@ def out(tmp_path: Path) -> FakeOutput:
 
 @pytest.fixture
 def small_flat_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(indexer, "FLAT_LIMIT", 1000)
+    monkeypatch.setattr(index_choice, "FLAT_LIMIT", 1000)
 
 
 # -- what is built ---------------------------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ def test_few_vectors_are_searched_exactly(out: FakeOutput) -> None:
     assert 4 * DIM < result["bytes_per_vector"] < 4 * DIM + 20
     assert result["fingerprint"] == "f1"
     assert result["warnings"] == []
-    assert {"scan", "train", "add", "tune", "publish"} <= set(result["seconds"])
+    assert {"scan", "train", "add", "write", "tune", "publish"} <= set(result["seconds"])
     assert result == {**out.document(), "reused": False}
     for what in ("index", "ids"):
         assert sha256_file(out.root / "index" / result[f"{what}_file"]) == result["sha256"][what]
@@ -165,24 +165,17 @@ def test_more_vectors_get_an_inverted_file_with_a_measured_nprobe(out: FakeOutpu
     assert found.tolist() == [5, 1 << 32 | 300]
 
 
-def test_auto_follows_the_square_root_of_the_count() -> None:
-    assert indexer._auto(50_000).factory == "IDMap2,Flat"
-    assert indexer._auto(50_001).factory == "IVF1024,Flat"
-    assert indexer._auto(1_000_000).factory == "IVF4096,Flat"
-    assert indexer._auto(1_000_000).num_train == 50 * 4096
-
-
 @pytest.mark.usefixtures("small_flat_limit")
 def test_training_sample_comes_from_all_shards(out: FakeOutput, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sorted input is the trap: trained on the first shard, all lists would lie where the others have no vector."""
     seen: list[NDArray[np.float32]] = []
-    real = indexer._trained
+    real = index_training.trained
 
-    def spy(plan: Any, sample: NDArray[np.float32]) -> Any:
+    def spy(choice: Any, sample: NDArray[np.float32], metric: str) -> Any:
         seen.append(sample.copy())
-        return real(plan, sample)
+        return real(choice, sample, metric)
 
-    monkeypatch.setattr(indexer, "_trained", spy)
+    monkeypatch.setattr(index_training, "trained", spy)
     for number, axis in enumerate((0, 1, 2)):
         vectors = np.abs(clustered(2000, seed=number)) * 0.1
         vectors[:, axis] = 1.0
@@ -401,7 +394,7 @@ def test_a_limit_outside_zero_to_one_is_refused(out: FakeOutput) -> None:
 def test_an_index_that_covers_the_shards_is_kept(out: FakeOutput, monkeypatch: pytest.MonkeyPatch) -> None:
     out.add("a", clustered(60))
     first = build_index(str(out))
-    monkeypatch.setattr(indexer, "_build", lambda *_: pytest.fail("built again"))
+    monkeypatch.setattr(indexer, "_rebuilt", lambda *_: pytest.fail("built again"))
     again = build_index(str(out))
     assert again == {**first, "reused": True}
 
@@ -434,7 +427,7 @@ def test_old_generations_and_leftovers_are_removed(out: FakeOutput) -> None:
     out.add("b", clustered(60))
     second = build_index(str(out))
     assert first["index_file"] != second["index_file"]
-    expected = ["index.json", "notes.txt", *(second[f"{what}_file"] for what in ("index", "ids"))]
+    expected = ["index.json", "notes.txt", second["index_file"], second["ids_file"], second["truth"]["file"]]
     assert out.index_files() == sorted(expected)
 
 
@@ -473,12 +466,14 @@ STEPS: list[tuple[Any, str, int]] = [
     (indexer, "write_ids", 0),
     (indexer, "sha256_file", 0),
     (indexer, "sha256_file", 1),
-    (indexer, "_reopened", 0),
+    (indexer, "sha256_file", 2),
+    (indexer, "_measure", 0),
     (os, "fsync", 0),
     (os, "fsync", 2),
     (os, "replace", 0),
     (os, "replace", 1),
     (os, "replace", 2),
+    (os, "replace", 3),
     (indexer, "_remove_others", 0),
 ]
 
@@ -505,7 +500,7 @@ def test_after_a_crash_at_any_step_an_index_is_there(
     assert out.faiss_index().ntotal == document["ntotal"]
     out.add("c", clustered(10, seed=2))
     assert build_index(str(out))["ntotal"] == 130
-    assert len(out.index_files()) == 3
+    assert len(out.index_files()) == 4
 
 
 def test_a_killed_process_leaves_the_old_index(out: FakeOutput) -> None:
@@ -514,26 +509,24 @@ def test_a_killed_process_leaves_the_old_index(out: FakeOutput) -> None:
     out.add("b", clustered(60, seed=1))
     code = (
         "import os, signal, sys\nfrom pipeline import indexer\n"
-        "indexer._reopened = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "indexer.write_ids = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
         "indexer.build_index(sys.argv[1])\n"
     )
     assert subprocess.run([sys.executable, "-c", code, str(out)], check=False).returncode == -9
     assert out.document()["ntotal"] == 60 and out.faiss_index().ntotal == 60
     assert len(out.index_files()) == 5
     assert build_index(str(out))["ntotal"] == 120
-    assert len(out.index_files()) == 3
+    assert len(out.index_files()) == 4
 
 
-def test_a_written_index_that_answers_differently_is_not_published(
-    out: FakeOutput, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_written_index_that_lost_a_vector_is_not_published(out: FakeOutput, monkeypatch: pytest.MonkeyPatch) -> None:
     out.add("a", clustered(60))
     other = faiss.index_factory(DIM, "IDMap2,Flat", faiss.METRIC_INNER_PRODUCT)
-    other.add_with_ids(clustered(60, seed=9), np.arange(60))
-    monkeypatch.setattr(faiss, "read_index", lambda path: other)
-    with pytest.raises(IndexingError, match="answers differently"):
+    other.add_with_ids(clustered(59), np.arange(59))
+    monkeypatch.setattr(faiss, "read_index", lambda *_: other)
+    with pytest.raises(IndexingError, match=r"says 59 vectors and holds 59, expected 60; not published"):
         build_index(str(out))
-    assert out.index_files() == []
+    assert not (out.root / "index").exists()
 
 
 def test_a_full_disk_is_one_line_and_leaves_nothing(out: FakeOutput) -> None:
@@ -550,7 +543,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(out: FakeOutput) -> None:
     assert done.returncode == OutputError.exit_code, done.stderr
     assert "the index cannot be written" in done.stderr.strip().splitlines()[-1]
     assert "Traceback" not in done.stderr
-    assert out.index_files() == []
+    assert not (out.root / "index").exists()
 
 
 def test_a_folder_that_cannot_be_written_is_one_line(out: FakeOutput) -> None:
@@ -566,7 +559,7 @@ def test_too_little_memory_is_told(out: FakeOutput, monkeypatch: pytest.MonkeyPa
         raise MemoryError("std::bad_alloc")
 
     out.add("a", clustered(60))
-    monkeypatch.setattr(indexer, "_fill", too_much)
+    monkeypatch.setattr(index_training.Adding, "add", too_much)
     with pytest.raises(IndexingError, match="not enough memory to index 60 vectors"):
         build_index(str(out))
 

@@ -404,7 +404,8 @@ def test_an_index_is_replaced_whole_and_the_old_one_removed(copy: str) -> None:
     Ledger(f"{copy}/out").forget("part-3")
     built = build_index(f"{copy}/out")
     after = {name for name in objects(f"{copy}/out") if name.startswith("index/")}
-    assert after == {"index/index.json", f"index/{built['index_file']}", f"index/{built['ids_file']}"}
+    files = (built["index_file"], built["ids_file"], built["truth"]["file"])
+    assert after == {"index/index.json", *(f"index/{name}" for name in files)}
     assert after & before == {"index/index.json"}
 
 

@@ -191,6 +191,7 @@ def test_the_command_plans_the_sample_job(command: RunCommand, model_dir: str, t
     assert done.returncode == 0, done.stderr
     plan = json.loads(done.stdout)
     assert plan["tokens"]["value"] == 82_038
+    assert plan["index"].pop("build_bytes") > 100_000_000
     assert plan["index"] == {
         "factory": "IDMap2,Flat", "size_bytes": 2_400 * (4 * 384 + 8), "num_train": 0, "warnings": [],
     }  # fmt: skip
