@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -251,20 +252,31 @@ def valid(out: FakeOutput) -> int:
 
 
 @pytest.mark.slow
-def test_kills_at_random_moments_never_leave_a_broken_index(out: FakeOutput) -> None:
+def test_kills_at_random_moments_never_leave_a_broken_index(out: FakeOutput, tmp_path: Path) -> None:
     """First of a build, then of an update; each is started again until it was not killed in time."""
     code = SMALL + "import sys\nprint('loaded', flush=True)\nindexer.build_index(sys.argv[1], 'IVF32,Flat')\n"
     rng = random.Random(7)
     kills = 0
+
+    def begun(output: Path) -> subprocess.Popen[bytes]:
+        child = subprocess.Popen([sys.executable, "-c", code, str(output)], stdout=subprocess.PIPE)
+        assert child.stdout is not None and child.stdout.readline() == b"loaded\n"
+        return child
+
     for total in (1800, 2000):
         out.add(f"t{total}", clustered(total - valid(out), seed=total), row_group_size=20)
         before = valid(out)
+        undisturbed = Path(shutil.copytree(out.root, tmp_path / f"copy-{total}"))
+        with begun(undisturbed) as child:
+            start = time.monotonic()
+            assert child.wait(120) == 0
+        whole_s = time.monotonic() - start
         for attempt in itertools.count():
             assert attempt < 100
-            child = subprocess.Popen([sys.executable, "-c", code, str(out)], stdout=subprocess.PIPE)
-            assert child.stdout is not None and child.stdout.readline() == b"loaded\n"
+            child = begun(out.root)
+            assert child.stdout is not None
             try:
-                child.wait(rng.uniform(0.0, 0.4 + 0.1 * attempt))
+                child.wait(whole_s * (0.15 + 0.15 * attempt) * rng.uniform(0.5, 1.2))
             except subprocess.TimeoutExpired:
                 child.send_signal(signal.SIGKILL)
                 child.wait()
