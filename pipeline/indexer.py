@@ -115,6 +115,8 @@ def build_index(
         previous = {}  # none, cut, or of another version
     corpus = open_corpus(store, previous)
     if previous and _covers(previous, corpus, options):
+        # What a build left that was killed right after it had published.
+        _remove_others(store, {previous["index_file"], previous["ids_file"], (previous.get("truth") or {}).get("file")})
         return {**previous, "reused": True}
     try:
         with faiss_threads(available_cores()), _temporary(store) as files:
@@ -539,7 +541,7 @@ def _publish(
     document |= {"sha256": sums, "bytes": sizes, "bytes_per_vector": per_vector}
     with _written(store):
         store.write_json("index/index.json", document)
-    _remove_others(store, set(names.values()))
+    _remove_others(store, {*names.values()})
     return document
 
 
@@ -614,7 +616,7 @@ def _written(store: Storage) -> Iterator[None]:
         ) from error
 
 
-def _remove_others(store: Storage, keep: set[str]) -> None:
+def _remove_others(store: Storage, keep: set[str | None]) -> None:
     """Older generations, parts and what a crash left. Failing to remove them harms nobody: nothing names them."""
     ours = r"(index-\w+\.faiss|ids-\w+\.parquet|truth-\w+\.parquet|\.(index|ids|truth)\..*\.tmp)"
     with contextlib.suppress(OSError, EmbedCorpusError):
