@@ -141,7 +141,8 @@ class PodJob:
         for pod, state in bad:
             self._say(f"{pod.metadata.name} ended with exit code {state.exit_code}: {(state.message or '').strip()}")
         counts = {"job": self._name, "pods_done": job.status.succeeded or 0, "pods_failed": job.status.failed or 0}
-        log = "" if self._is_indexed or not states else self._log(states[-1][0])
+        over = [pod for pod, state in states if state is not None]
+        log = "" if self._is_indexed or not over else self._log(over[-1])
         if condition == "Complete":
             return End(0, log, "", False, counts)
         why = "; ".join(dict.fromkeys(state.message.strip() for _, state in bad if state.message)) or message
