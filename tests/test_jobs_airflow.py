@@ -64,8 +64,10 @@ def test_an_airflow_that_cannot_be_installed_is_a_skip_with_its_reason_and_in_ci
     monkeypatch.setenv("CI", variable)
     monkeypatch.setenv("PIP_NO_INDEX", "1")  # as without a network
     monkeypatch.setattr(airflow_venv, "FOLDER", tmp_path / "venv")
-    with pytest.raises(outcome, match=r"Airflow cannot be installed: .*No matching distribution found for a2wsgi"):
+    either = (pytest.fail.Exception, pytest.skip.Exception)  # a skip that is not caught would skip this test, too
+    with pytest.raises(either, match=r"Airflow cannot be installed: .*No matching distribution found") as told:
         started(tmp_path / "home")
+    assert told.type is outcome
     assert not (tmp_path / "venv" / "done").exists()
 
 
