@@ -39,15 +39,20 @@ MEMORY_SHARE = 0.5
 CODES = ("Flat", "SQfp16", "SQ8", "SQ6", "RaBitQ4", "PQ{}")
 """From the dearest to the cheapest. Recall@10 with every list probed, MiniLM vectors of 384: 1, 1, .99, .97, .9, .7"""
 
-PART_BYTES = 512 << 20
+PART_BYTES = 256 << 20
 CHUNK_BYTES = 32 << 20
 MAX_PARTS = 256
+WHOLE_PARTS = 8
+"""What makes up no more parts than these, a build of minutes, is built in memory as a whole where that has room. To
+write parts first takes a few per cent longer, but a build that is interrupted goes on after them."""
 PROCESS_BYTES = 230_000_000
 """Python, pyarrow, FAISS and the reading of a shard."""
 ENCODER_SAMPLE = 100_000
 """Vectors that the codes of an inverted file are trained on; FAISS takes no more for SQ8."""
+DECODED_BYTES = 512 << 20
+"""A sample that takes no more in single precision is decoded once for k-means, which is then a tenth faster."""
 DECODED_ROWS = 32_768
-"""Of the half precision sample, k-means looks at so many at once."""
+"""Of a larger one in half precision, k-means decodes so many at once."""
 GROWTH = 1.6
 """Resident bytes of lists that grow, to the bytes in them."""
 
@@ -197,9 +202,7 @@ def _ladder(num_vectors: int, dim: int, *, fast: bool) -> tuple[list[Choice], li
     lists, graph = _num_lists(num_vectors)
     num_train = min(max(0, num_vectors - NUM_QUERIES), TRAIN_PER_LIST * lists)
     product = _product(dim)
-    inverted = [
-        Choice(f"IVF{lists}{graph},{code.format(product)}", num_train, lists, adaptable=True) for code in CODES
-    ]
+    inverted = [Choice(f"IVF{lists}{graph},{code.format(product)}", num_train, lists, adaptable=True) for code in CODES]
     faster = [Choice("IDMap2,HNSW32", 0)] if fast and num_vectors <= GRAPH_LIMIT else []
     if num_vectors <= FLAT_LIMIT:
         cheap = [_explicit(f"IDMap2,{code}", num_vectors) for code in ("SQfp16", "SQ8", f"PQ{product}")]
@@ -334,12 +337,15 @@ def predict(choice: Choice, num_vectors: int, dim: int, max_bytes: int, num_adde
     a_vector = (size - header) / max(1, num_vectors)
     if not inverted:  # grows by doubling, and is held twice while it does
         return Predicted(size, round(PROCESS_BYTES + block + 2 * size + _training_bytes(choice, dim)), 0, 0, False)
-    part_bytes = max(min(PART_BYTES, max_bytes // 4), CHUNK_BYTES, size // MAX_PARTS)
+    part_bytes = max(min(PART_BYTES, max_bytes // 8), CHUNK_BYTES, size // MAX_PARTS)
     part_rows = max(1, int(part_bytes / a_vector))
     mapped = size > max_bytes
+    if num_added is None and size <= WHOLE_PARTS * part_bytes and GROWTH * size <= max_bytes:
+        most = max(_training_bytes(choice, dim), block + 2 * header + GROWTH * (size - header))
+        return Predicted(size, round(PROCESS_BYTES + most), 0, 0, mapped)
     steps = (
         0 if num_added is not None else _training_bytes(choice, dim),
-        block + 2 * header + GROWTH * a_vector * min(part_rows, added),
+        block + 2 * header + GROWTH * a_vector * min(2 * part_rows, added),  # one is written, one is filled
         3 * CHUNK_BYTES + 2 * header,
         header + (0 if mapped else size),
     )
@@ -349,7 +355,7 @@ def predict(choice: Choice, num_vectors: int, dim: int, max_bytes: int, num_adde
 def _training_bytes(choice: Choice, dim: int) -> float:
     """The sample in half precision, what k-means decodes of it, the centres, and what the codes are trained on."""
     sample, encoder = choice.num_train, min(choice.num_train, ENCODER_SAMPLE)
-    decoded = 4.0 * dim * min(sample, DECODED_ROWS)
+    decoded = 4.0 * dim * (sample if 4 * dim * sample <= DECODED_BYTES else min(sample, DECODED_ROWS))
     whole = not choice.num_lists or not choice.factory.startswith("IVF")  # trained on float32
     codes = 0.0 if choice.factory.endswith(",Flat") else 4.0 * dim * encoder * 2
     centres = 3 * 4.0 * dim * choice.num_lists

@@ -10,6 +10,7 @@ Finished parts lie in ``index/parts/<what is built>/``: a build that was interru
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -17,6 +18,7 @@ import os
 import shutil
 import struct
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -35,6 +37,7 @@ from pipeline.storage import TEMPORARY_SUFFIX
 HEAD = struct.Struct("<4sQQ4s")  # kind of lists, number of lists, bytes of a code, form of the sizes
 KIND, ALL, SOME = b"ilar", b"full", b"sprs"
 ID_BYTES = 8
+SYNCED_BYTES = 256 << 20
 
 
 def frame(index: Any, num_vectors: int = 0) -> bytes | None:
@@ -125,6 +128,47 @@ class Lists:
         return rows[counts].tobytes(), np.frombuffer(ids, dtype=np.int64)[counts].tobytes()
 
 
+class Writing:
+    """A large file that is hashed, and brought to the disk, while it is written; use it as a context manager.
+
+    Attributes:
+        sha256: of all that was written, after the end.
+    """
+
+    sha256 = ""
+
+    def __init__(self, path: Path) -> None:
+        self._file = open(path, "wb")  # noqa: SIM115 - closed in __exit__
+        self._digest, self._not_synced = hashlib.sha256(), 0
+        self._behind = Follow(self._take, depth=2)
+
+    def __enter__(self) -> Writing:
+        self._behind.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._behind.__exit__()
+        self._file.close()
+        self.sha256 = self._digest.hexdigest()
+
+    def write(self, piece: bytes) -> int:
+        """Append a piece; returns its length.
+
+        Raises:
+            OSError: there is no room.
+        """
+        self._behind.put(piece)
+        return self._file.write(piece)
+
+    def _take(self, piece: bytes) -> None:
+        self._digest.update(piece)
+        self._not_synced += len(piece)
+        if self._not_synced > SYNCED_BYTES:
+            self._not_synced = 0
+            with contextlib.suppress(OSError):  # whoever publishes the file syncs it, and is told
+                os.fdatasync(self._file.fileno())
+
+
 def merge(target: Path, head: bytes, sources: Sequence[Lists]) -> str:
     """Write an index file of the lists of all sources; returns its sha256.
 
@@ -137,12 +181,10 @@ def merge(target: Path, head: bytes, sources: Sequence[Lists]) -> str:
         OSError: it cannot be written.
     """
     sizes = sum((source.sizes for source in sources[1:]), sources[0].sizes)
-    digest = hashlib.sha256()
-    with open(target, "wb") as file, Follow(digest.update, depth=2) as hashing:
+    with Writing(target) as file:
         for piece in _pieces(head, sizes, sources):
             file.write(piece)
-            hashing.put(piece)
-    return digest.hexdigest()
+    return file.sha256
 
 
 def _pieces(head: bytes, sizes: Positions, sources: Sequence[Lists]) -> Iterator[bytes]:
@@ -204,18 +246,21 @@ class Parts:
         paths = (self._folder / f"part-{number}.lists" for number in itertools.count())
         return list(itertools.takewhile(Path.exists, paths))
 
-    def add(self, number: int, index: Any, truth: Truth) -> Path:
-        """Keep the lists of a part and the truth after it."""
+    def keep_truth(self, number: int, truth: Truth) -> None:
+        """Keep the truth before the part of that number; comes before the part before it."""
+        self._keep(f"truth-{number}.parquet", truth.save)
+
+    def keep(self, number: int, lists: Any, num_vectors: int) -> Path:
+        """Keep the lists of a part, which hold so many vectors."""
         faiss = load_faiss()
 
         def write(path: Path) -> None:
             writer = faiss.FileIOWriter(str(path))
-            faiss.write_InvertedLists(faiss.extract_index_ivf(index).invlists, writer)
+            faiss.write_InvertedLists(lists, writer)
             del writer  # closes the file, and would not say if the disk is full
-            if int(Lists(path).sizes.sum()) != index.ntotal:
+            if int(Lists(path).sizes.sum()) != num_vectors:
                 raise OSError("a part was cut while it was written")
 
-        self._keep(f"truth-{number + 1}.parquet", truth.save)
         kept = self._keep(f"part-{number}.lists", write)
         (self._folder / f"truth-{number}.parquet").unlink(missing_ok=True)
         return kept
@@ -228,3 +273,62 @@ class Parts:
             os.fsync(file.fileno())
         os.replace(temporary, path)
         return path
+
+
+class Filling:
+    """An index whose lists are kept as parts: one part is written while the next one is filled.
+
+    Use it as a context manager; leaving it leaves the index empty.
+
+    Args:
+        parts: where they are kept.
+        index: trained and empty.
+
+    Attributes:
+        finished: the files of the parts that are there, in order; complete after ``wait``.
+    """
+
+    def __init__(self, parts: Parts, index: Any) -> None:
+        self._parts, self._index, self.finished = parts, index, parts.finished()
+        self._ivf = load_faiss().extract_index_ivf(index)
+        self._filled, self._written = self._lists(), self._lists()
+        self._pool = ThreadPoolExecutor(1)
+        self._writing: Future[Path] | None = None
+
+    def __enter__(self) -> Filling:
+        self._ivf.replace_invlists(self._filled, False)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown()
+        fresh = self._lists()
+        self._ivf.replace_invlists(fresh, True)
+        fresh.this.disown()  # the index frees it
+        self._index.reset()
+
+    def keep(self, truth: Truth) -> None:
+        """Have what the index holds written as the next part, and empty the index.
+
+        Args:
+            truth: after that part.
+
+        Raises:
+            OSError: this, or the part before, cannot be written.
+        """
+        self.wait()
+        number = len(self.finished)
+        self._parts.keep_truth(number + 1, truth)
+        self._filled, self._written = self._written, self._filled
+        self._writing = self._pool.submit(self._parts.keep, number, self._written, self._index.ntotal)
+        self._filled.reset()
+        self._ivf.replace_invlists(self._filled, False)
+        self._index.reset()
+
+    def wait(self) -> None:
+        """Until all that was given is on the disk."""
+        if self._writing is not None:
+            self.finished.append(self._writing.result())
+            self._writing = None
+
+    def _lists(self) -> Any:
+        return load_faiss().ArrayInvertedLists(self._ivf.nlist, self._ivf.code_size)

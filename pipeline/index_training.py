@@ -1,6 +1,6 @@
 """A sample of the vectors -> an empty, trained index, to which blocks are added.
 
-The sample stays in half precision: k-means decodes as much of it as it looks at.
+A large sample stays in half precision: k-means decodes as much of it as it looks at.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from pipeline.corpus import Block, Vectors
 from pipeline.errors import ConfigError
 from pipeline.faiss_library import INNER_PRODUCT, faiss_metric, faiss_reason, load_faiss, num_gpus, on_gpu
-from pipeline.index_choice import DECODED_ROWS, ENCODER_SAMPLE, FLAT, Choice
+from pipeline.index_choice import DECODED_BYTES, DECODED_ROWS, ENCODER_SAMPLE, FLAT, Choice
 
 Sampled = NDArray[np.float16] | Vectors
 
@@ -71,6 +71,8 @@ def _train_lists(ivf: Any, sample: Sampled) -> None:
     clustering = faiss.Clustering(ivf.d, ivf.nlist, ivf.cp)
     clustering.decode_block_size = DECODED_ROWS
     assigner = on_gpu(faiss.IndexFlat(ivf.d, ivf.metric_type))
+    if sample.dtype == np.float16 and 4 * sample.size <= DECODED_BYTES:
+        sample = sample.astype(np.float32)
     if sample.dtype == np.float16:
         codec = faiss.IndexScalarQuantizer(ivf.d, faiss.ScalarQuantizer.QT_fp16)
         clustering.train_encoded(np.ascontiguousarray(sample).view(np.uint8), codec, assigner)

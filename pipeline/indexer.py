@@ -23,7 +23,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -45,7 +45,7 @@ from pipeline.index_choice import (
     parse_size,
     predict,
 )
-from pipeline.index_parts import Lists, Parts, frame, merge
+from pipeline.index_parts import Filling, Lists, Parts, Writing, frame, merge
 from pipeline.index_update import (
     MAX_DRIFT,
     MAX_IMBALANCE,
@@ -67,6 +67,7 @@ from pipeline.threads import available_cores
 VERSION = 1
 PARTS = "index/parts"
 TOLD_EVERY_S = 5.0
+WRITTEN_AT_ONCE = 8 << 20
 
 Say = Callable[[str], None]
 How = Literal["new", "updated", "retrained"]
@@ -119,9 +120,10 @@ def build_index(
         _remove_others(store, {previous["index_file"], previous["ids_file"], (previous.get("truth") or {}).get("file")})
         return {**previous, "reused": True}
     try:
-        with faiss_threads(available_cores()), _temporary(store) as files:
-            work = _Work(corpus, options, files["index"], progress or (lambda line: None))
+        with faiss_threads(available_cores()), _temporary(store) as files, ThreadPoolExecutor(1) as beside:
             key = corpus.id_field()
+            ids = beside.submit(_write_ids, corpus, key, files["ids"])
+            work = _Work(corpus, options, files["index"], ids, progress or (lambda line: None))
             built = _updated_or_rebuilt(work, previous)
             for warning in built.choice.warnings:
                 work.say(f"index: warning: {warning}")
@@ -155,12 +157,14 @@ class _Work:
 
     Attributes:
         target: where the index file is written, on this machine.
+        ids: the sha256 of the file of ids, which is written beside everything else.
         truth: the queries' exact neighbours among all vectors, once an attempt has found them.
     """
 
     corpus: Corpus
     options: IndexOptions
     target: Path
+    ids: Future[str]
     say: Say
     seconds: dict[str, float] = field(default_factory=dict)
     truth: Truth | None = None
@@ -310,7 +314,7 @@ def _said_before(work: _Work, choice: Choice) -> Predicted:
 def _write(work: _Work, choice: Choice, predicted: Predicted) -> _Written:
     """Train, add and write; what was begun of exactly this goes on where it ended."""
     corpus = work.corpus
-    parts = work.parts(choice, part_rows=predicted.part_rows) if choice.num_lists else None
+    parts = work.parts(choice, part_rows=predicted.part_rows) if predicted.num_parts else None
     begun = parts.begun() if parts else None
     if begun is not None and parts is not None:
         index, truth, state = begun
@@ -336,8 +340,8 @@ def _trained(work: _Work, choice: Choice) -> tuple[Choice, Any, Truth, bool]:
     corpus, options = work.corpus, work.options
     queries_at, train_at = recall.draw(corpus.num_vectors, choice.num_train)
     queries, sample = Sample(queries_at, corpus.dim), Sample(train_at, corpus.dim, np.float16)
-    with work.timed("scan"):
-        normalized = scan(work.told(corpus.blocks(), "checked", corpus.num_vectors), [queries, sample])
+    with work.timed("scan"), Prefetch(corpus.blocks()) as blocks:
+        normalized = scan(work.told(blocks, "checked", corpus.num_vectors), [queries, sample])
         if not normalized and len(train_at):  # half precision is only for numbers that are not large
             sample = Sample(train_at, corpus.dim)
             scan(corpus.blocks(), [sample])
@@ -373,8 +377,10 @@ def _as_a_whole(work: _Work, index: Any, truth: Truth) -> str:
         raise IndexingError(f"{corpus.store.root}: the index holds {index.ntotal} vectors of {corpus.num_vectors}")
     work.truth = truth
     with work.timed("write"), _written(corpus.store):
-        load_faiss().write_index(index, str(work.target))
-        return sha256_file(work.target)
+        faiss = load_faiss()
+        with Writing(work.target) as file:
+            faiss.write_index(index, faiss.PyCallbackIOWriter(file.write, WRITTEN_AT_ONCE))
+        return file.sha256
 
 
 def _in_parts(
@@ -390,8 +396,8 @@ def _in_parts(
         the sha256 of the index file.
     """
     corpus, total, adding = work.corpus, rows.num_vectors, index_training.Adding(index)
-    finished = parts.finished()
-    with work.timed("add"), Prefetch(rows.blocks(first=len(finished) * part_rows)) as blocks:
+    first = len(parts.finished()) * part_rows
+    with work.timed("add"), Filling(parts, index) as filling, Prefetch(rows.blocks(first=first)) as blocks:
         for block in work.told(blocks, "added", total):
             while len(block.vectors):
                 piece = block.before(part_rows - index.ntotal)
@@ -401,22 +407,33 @@ def _in_parts(
                     truth.add(piece)
                 if index.ntotal == part_rows or piece.position + len(piece.vectors) == total:
                     with _written(corpus.store):
-                        finished.append(parts.add(len(finished), index, truth))
-                    index.reset()
+                        filling.keep(truth)
+        with _written(corpus.store):
+            filling.wait()
     work.truth = truth
     with work.timed("write"), _written(corpus.store):
         head = frame(index, corpus.num_vectors)
         assert head is not None
-        return merge(work.target, head, [*others, *map(Lists, finished)])
+        return merge(work.target, head, [*others, *map(Lists, filling.finished)])
+
+
+def _write_ids(corpus: Corpus, key: pa.Field, path: Path) -> str:
+    """The file that names the rows; returns its sha256."""
+    write_ids(corpus, key, path)
+    return sha256_file(path)
 
 
 def _measure(work: _Work, written: _Written, predicted: Predicted) -> tuple[recall.Measured, float | None]:
     """Open what was written and measure it; and how unevenly its lists are filled, 1 is even."""
     faiss, corpus, path = load_faiss(), work.corpus, work.target
+    with _written(corpus.store):
+        work.ids.result()  # it would take a core from the searches that are timed
     give_back()
     with work.timed("tune"):
+        # Lists are searched where they lie, in the memory that caches the file: a copy of them takes seconds.
+        mapped = predicted.mapped or written.choice.num_lists
         try:
-            index = faiss.read_index(str(path), faiss.IO_FLAG_MMAP if predicted.mapped else 0)
+            index = faiss.read_index(str(path), faiss.IO_FLAG_MMAP if mapped else 0)
         except RuntimeError as error:
             raise IndexingError(f"{path}: the written index cannot be read back ({faiss_reason(error)})") from error
         ivf = faiss.try_extract_index_ivf(index)
@@ -522,9 +539,8 @@ def _publish(
 ) -> dict[str, Any]:
     corpus, store = work.corpus, work.corpus.store
     with work.timed("publish"), _written(store):
-        write_ids(corpus, key, files["ids"])
         built.truth.save(files["truth"])
-        sums = {"index": built.sha256, "ids": sha256_file(files["ids"]), "truth": sha256_file(files["truth"])}
+        sums = {"index": built.sha256, "ids": work.ids.result(), "truth": sha256_file(files["truth"])}
         sizes = {what: path.stat().st_size for what, path in files.items()}
         # Named by content: a new build never overwrites a file that the old index.json names, unless it equals it.
         generation = hashlib.sha256((sums["index"] + sums["ids"]).encode()).hexdigest()[:12]

@@ -269,9 +269,15 @@ class Pool:
         self._feed(todo, worker)
 
     def _feed(self, todo: _Queue, *first: PoolWorker) -> None:
-        """Give workers that can take it the next unit, and those that had nothing to do what has come up."""
-        for one in [*first, *(other for other in self._workers if other.ready and not other.units)]:
-            unit = todo.take(beside=list(one.units.values())) if one.ready and len(one.units) < 2 else None
+        """Give workers that can take it the next unit, and those that had nothing to do what has come up.
+
+        The last units go to whoever is free first, or has loaded the model first: none waits in the hands of a worker
+        that is busy.
+        """
+        idle = [other for other in self._workers if other.ready and not other.units]
+        for one in dict.fromkeys([*first, *idle]):
+            most = 2 if len(todo) >= len(self._workers) + len(self._later) else 1
+            unit = todo.take(beside=list(one.units.values())) if one.ready and len(one.units) < most else None
             if unit is not None:
                 one.start(unit)
 
@@ -441,6 +447,8 @@ def child_environment(threads: int, *, offline: bool = True) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(paths),
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
+        # numpy's threads spin for a while after each product, on the cores that FAISS and torch compute on.
+        "OPENBLAS_NUM_THREADS": "1",
         "RAYON_NUM_THREADS": str(threads),
         "TOKENIZERS_PARALLELISM": "true",
         **({"HF_HUB_OFFLINE": "1"} if offline else {}),  # the coordinator has found the model's folder

@@ -24,6 +24,7 @@ from pipeline.faiss_library import INNER_PRODUCT, nearest
 from pipeline.faiss_library import faiss_reason as faiss_reason
 from pipeline.faiss_library import faiss_threads as faiss_threads
 from pipeline.faiss_library import load_faiss as load_faiss
+from pipeline.faiss_library import num_gpus as num_gpus
 from pipeline.faiss_library import set_parameter as set_parameter
 
 NUM_QUERIES = 200
@@ -88,10 +89,26 @@ class Truth:
 
     def add(self, block: Block, *, alone: bool = False) -> None:
         """See whether a block has nearer neighbours; the only vector of a corpus, ``alone``, is its own."""
+        if self.metric == INNER_PRODUCT and not num_gpus():
+            products = self.queries @ block.vectors.T
+            # Of most blocks only a few are nearer than what is kept: to look for those is three times as fast as to
+            # find the nearest of the block (measured on 1 million vectors of 384, 200 queries, 2 cores).
+            query, row = np.divmod(np.flatnonzero(products > self.scores[:, -1:]), len(block.vectors))
+            counts = np.bincount(query, minlength=len(self.ids))
+            if counts.max(initial=0) <= DEPTH:
+                scores = np.full((len(self.ids), counts.max(initial=0)), -np.inf, dtype=np.float32)
+                ids = np.full(scores.shape, -1, dtype=np.int64)
+                place = np.arange(len(query)) - np.repeat(np.cumsum(counts) - counts, counts)
+                scores[query, place], ids[query, place] = products[query, row], block.faiss_ids[row]
+                self._take(ids, scores, alone=alone)
+                return
         # One more, because a query may be among them.
         k = min(DEPTH + 1, len(block.vectors))
         scores, rows = nearest(self.queries, block.vectors, k, self.metric)
-        ids = block.faiss_ids[rows]
+        self._take(block.faiss_ids[rows], scores, alone=alone)
+
+    def _take(self, ids: Positions, scores: Vectors, *, alone: bool) -> None:
+        """Keep of (n, m) candidates what is nearer than what is kept."""
         scores[scores < self.known_to[:, None]] = -np.inf
         if not alone:
             scores[ids == self.ids[:, None]] = -np.inf

@@ -1,6 +1,6 @@
 """Output folders -> what their jobs have done, what it took, and what is left, as one plain document.
 
-Read are ``run.json``, ``plan.json``, the commit records of shards and parts, ``index/index.json`` and
+Read are ``run.json``, ``runs/``, ``plan.json``, the commit records of shards and parts, ``index/index.json`` and
 ``certificate.json``: no vector, no input, no lock, and nothing is written. So a report can be made from any machine
 that sees the output, as often as one likes, while the job is running or long after it.
 
@@ -15,8 +15,11 @@ The document of ``--json``; keys stay, others may be added. None where something
     jobs[]                            one an output, in the order given
       output, fingerprint, model, dim, dtypes, attentions, options
       state                           waiting: no record yet · running · silent: no record for much longer than one
-                                      takes · embedded: all shards, but no index of them · finished
+                                      takes · stopped: the run ended before all was done · embedded: all shards, but no
+                                      index of them · finished
       state_text, warnings
+      runs[]                          the last one, or the last of each rank: rank, host, began; ended, exit_code,
+                                      outcome, reason, retries, failed[] where it lived to say so
       index                           factory, vectors, recall_at_10, latency_ms, bytes, created; current: of these rows
       certificate                     ok, created, num_faults, faults (the first); current: no record is younger
       verdict                         what bounded it, in a sentence; empty where too little was computed
@@ -62,7 +65,8 @@ from pipeline.telemetry import rate
 from pipeline.verdict import Load, verdict
 
 VERSION = 1
-STATES = ("waiting", "running", "silent", "embedded", "finished")
+STATES = ("waiting", "running", "silent", "stopped", "embedded", "finished")
+MAX_FAILURES = 5  # in words
 MAX_NAMED = 20  # damaged records and faults in the document
 SILENT_S = 120.0  # and at least SILENT_TIMES the longest of the recent records
 SILENT_TIMES = 4
@@ -137,7 +141,8 @@ def _job(seen: Seen, price_per_hour: float | None, now: float) -> dict[str, Any]
         "options": {name: value for name, value in config.items() if value is not None},
         "state": state,
         "state_text": text,
-        "warnings": _warnings(seen, expected),
+        "runs": seen.runs,
+        "warnings": [*_warnings(seen, expected), *_failures(seen.runs, state)],
         **sums,
         "verdict": _verdict(records, config.get("tokenizer_workers")),
         "index": index,
@@ -161,13 +166,16 @@ def _job(seen: Seen, price_per_hour: float | None, now: float) -> dict[str, Any]
 def _state(seen: Seen, index: dict[str, Any] | None, now: float) -> tuple[str, str]:
     """Its name, and a sentence. There is no lock to ask: a job is known by the age of what it wrote last."""
     expected, shards = (seen.run.get("input") or {}).get("shards"), seen.shards
-    if expected is not None and len(shards) >= expected and len(shards) == len(seen.records):
+    failed = any(failure["shard"] != "index" for run in seen.runs if run["ended"] for failure in run["failed"])
+    if expected is not None and len(shards) >= expected and len(shards) == len(seen.records) and not failed:
         wanted = (seen.run.get("config") or {}).get("index") != "none" and any(one.counts.rows_out for one in shards)
         if wanted and index is None:
             return "embedded", "all shards are embedded, no index is built yet"
         if wanted and index is not None and not index["current"]:
             return "embedded", "all shards are embedded, the index is of other rows: it is not built again yet"
         return "finished", "all shards are embedded" + (", and in the index" if wanted else "")
+    if seen.runs and len(seen.runs) >= seen.runs[0]["num_ranks"] and all(run["ended"] for run in seen.runs):
+        return "stopped", _end(seen.runs, now)
     if not seen.records:
         return "waiting", "no shard is finished yet"
     last = max(record.ended for record in seen.records)
@@ -176,6 +184,17 @@ def _state(seen: Seen, index: dict[str, Any] | None, now: float) -> tuple[str, s
         without = "" if expected is None else f"; shards without a record: {expected - len(shards):,}"
         return "silent", f"the last record is {duration(now - last)} old, much longer than one takes{without}"
     return "running", f"the last record is {duration(max(0.0, now - last))} old"
+
+
+def _end(runs: Sequence[dict[str, Any]], now: float) -> str:
+    """How the last run ended, or the last of the ranks that did not do all of their share."""
+    ill = [run for run in runs if run["exit_code"]]
+    run = (ill or list(runs))[-1]
+    who = f"{len(ill)} of {len(runs)} ranks; the last, {run['rank']}," if run["rank"] else "the run"
+    reasons = [run["reason"], *(failure["reason"] for failure in run["failed"])]
+    why = next((f": {reason}" for reason in reasons if reason), "")
+    ago = duration(max(0.0, now - epoch(run["ended"])))
+    return f"{who} ended {ago} ago on {run['host']} with exit code {run['exit_code']}, {run['outcome']}{why}"
 
 
 def _sums(records: Sequence[Record], price_per_hour: float | None, now: float) -> dict[str, Any]:
@@ -355,6 +374,19 @@ def _warnings(seen: Seen, expected: int | None) -> list[str]:
     if len({record.dim for record in seen.records}) > 1:
         warnings.append("records of different dimensions lie in one output")
     return warnings
+
+
+def _failures(runs: Sequence[dict[str, Any]], state: str) -> list[str]:
+    """What the last runs could not do, as long as it is not done."""
+    ended = [run for run in runs if run["ended"]]
+    failed = [] if state == "finished" else [failure["reason"] for run in ended for failure in run["failed"]]
+    left = sum(run["num_failed"] for run in ended) - MAX_FAILURES
+    lost = sum(run["retries"] for run in ended)
+    return [
+        *failed[:MAX_FAILURES],
+        *([f"and {left:,} failures more; the first of each run are in --json"] if failed and left > 0 else []),
+        *([f"given out again in the last run, because a worker was lost: {lost:,} shards or parts"] if lost else []),
+    ]
 
 
 def _sum(values: Iterator[int | None]) -> int | None:

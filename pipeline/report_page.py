@@ -42,7 +42,8 @@ STAGE_ORDER = ("encode", "wait_for_input", "wait_for_writer", "pack", "reuse", "
 BADGES = {
     "waiting": "no record yet",
     "running": "running",
-    "silent": "stopped or stalled",
+    "silent": "killed or stalled",
+    "stopped": "stopped",
     "embedded": "embedded, no index",
     "finished": "finished",
 }
@@ -228,7 +229,7 @@ def _stages(job: dict[str, Any]) -> str:
     ]
     rows = [
         [
-            f'{_swatch(kinds.get(name, "s5"))}{e(stage_name(name))}<small>{e(OF_STAGES.get(name, ""))}</small>',
+            f"{_swatch(kinds.get(name, 's5'))}{e(stage_name(name))}<small>{e(OF_STAGES.get(name, ''))}</small>",
             share(by_name[name]["share"]),
             duration(by_name[name]["seconds"]),
         ]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from pipeline import ledger
+from pipeline import ending, ledger
 from pipeline.errors import ConfigError
 from pipeline.records import PARTS, Counters, commit_name
 from pipeline.storage import Storage
@@ -112,6 +112,7 @@ class Seen:
         records: of its configuration, in the order in which they ended; the work of each shard once.
         damaged: why, by name.
         num_other: records of another configuration.
+        runs: how the last ones ended, see `ending`; those that ended last come last, after them those that did not.
     """
 
     output: str
@@ -122,6 +123,7 @@ class Seen:
     records: list[Record]
     damaged: dict[str, str]
     num_other: int
+    runs: list[dict[str, Any]]
 
     @property
     def shards(self) -> list[Record]:
@@ -143,6 +145,7 @@ def look(store: Storage) -> Seen:
         names = [*_names(store, PARTS), *_names(store, "commits")]
         with ThreadPoolExecutor(READS_AT_ONCE) as pool:
             found = list(pool.map(lambda name: _record(store, name, damaged), names))
+        notes = [_document(store, name, damaged) for name in _names(store, ending.FOLDER)]
         plan, index, certificate = (
             _document(store, name, damaged) for name in ("plan.json", "index/index.json", "certificate.json")
         )
@@ -159,6 +162,7 @@ def look(store: Storage) -> Seen:
         records=sorted(_once(ours), key=lambda record: (record.ended, record.name)),
         damaged=dict(sorted(damaged.items())),
         num_other=len(records) - len(ours),
+        runs=sorted((note for note in notes if note is not None), key=lambda note: note["ended"] or "~"),
     )
 
 
@@ -199,7 +203,7 @@ def _document(store: Storage, name: str, damaged: dict[str, str]) -> dict[str, A
         damaged[name] = f"cut short, or no JSON object; {_remedy(name)}"
         return None
     try:
-        CHECKS.get(name, bool)(document)
+        (_check_run if name.startswith(f"{ending.FOLDER}/") else CHECKS.get(name, bool))(document)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         reason = f"no {error}" if isinstance(error, KeyError) else str(error)
         damaged[name] = f"not as embed-corpus writes it ({reason}); {_remedy(name)}"
@@ -225,6 +229,17 @@ def _check_certificate(certificate: dict[str, Any]) -> None:
 
 def _check_plan(plan: dict[str, Any]) -> None:
     math.fsum([plan["tokens"]["value"], plan["embed_s"], plan.get("price_per_hour") or 0.0])
+
+
+def _check_run(note: dict[str, Any]) -> None:
+    epoch(note["began"])
+    math.fsum([note["num_ranks"]])
+    if note["ended"] is not None:
+        epoch(note["ended"])
+        str.strip(note["reason"] + note["outcome"] + note["host"] + note["rank"])
+        math.fsum([note["exit_code"], note["retries"], note["num_failed"]])
+        for failure in note["failed"]:
+            str.strip(failure["shard"] + failure["reason"])
 
 
 CHECKS: dict[str, Callable[[dict[str, Any]], Any]] = {

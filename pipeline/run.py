@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline import ledger, tracing
 from pipeline.config import RunConfig
 from pipeline.devices import num_gpus, resolve_devices, resolve_dtype
+from pipeline.ending import noted as ending_noted
 from pipeline.errors import EXIT_BUG, ConfigError, EmbedCorpusError, IndexingError, Stopped
 from pipeline.index_choice import IndexOptions, index_options
 from pipeline.ledger import Ledger
@@ -81,7 +82,7 @@ def _run(
     if rank is not None and (config.prune or config.verify):
         raise ConfigError(f"--{'prune' if config.prune else 'verify'} is for a run of all shards; this is rank {rank}")
     warnings = output.prepare()
-    with output.lock(shared=rank is not None) as ours:
+    with output.lock(shared=rank is not None) as ours, contextlib.ExitStack() as stack:
         if not ours:
             raise Stopped(f"--output {output.root}: another run holds its lock; wait for it, or use another --output")
         if rank is None:
@@ -90,6 +91,7 @@ def _run(
         fingerprint = ledger.start_run(
             output, fields, layout_fields(config), *described(config, model, encoder, checked)
         )
+        ending = stack.enter_context(ending_noted(output, rank))
         everything, checked = checked, share_of(checked, rank)
         if rank is not None:
             display.line(f"rank {rank}: {len(checked.shards):,} of {len(everything.shards):,} shards are its share")
@@ -112,7 +114,7 @@ def _run(
             offline=not any(shard.path.startswith("hf://") for shard in checked.shards),
             stand_in=stand_in,
         )
-        report = RunReport(
+        report = ending.report = RunReport(
             output=str(output.root),
             model=config.model,
             device=",".join(devices),
@@ -352,7 +354,10 @@ def described(
     inputs = [name if "://" in name else os.path.abspath(name) for name in config.input]
     # What only one of several ranks says, or only one day's run, is no property of the output.
     own = {"backend", "rank", "world_size", "max_tokens", "max_cost", "max_hours", "price_per_hour"}
-    size = {"shards": len(checked.shards), "rows": sum(shard.num_rows or 0 for shard in checked.shards)}
+    size = {
+        "shards": len(checked.shards) + len(checked.bad),
+        "rows": sum(shard.num_rows or 0 for shard in checked.shards),
+    }
     return {**config.model_dump(exclude=own), "input": inputs}, query, size
 
 

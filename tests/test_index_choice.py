@@ -11,7 +11,7 @@ import pytest
 from pipeline import index_choice
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigError, IndexingError
-from pipeline.index_choice import IndexOptions, choices, index_bytes, index_options, parse_size, predict
+from pipeline.index_choice import MAX_PARTS, IndexOptions, choices, index_bytes, index_options, parse_size, predict
 from pipeline.indexer import build_index
 from pipeline.memory import granted_memory, short_bytes
 from tests.test_indexer import FakeOutput, clustered, hard
@@ -142,14 +142,24 @@ def test_an_unknown_kind_has_no_predicted_size() -> None:
 def test_parts_are_as_large_as_memory_allows() -> None:
     [choice] = choices(IndexOptions("IVF65536_HNSW32,SQ8"), 100_000_000, 768)
     predicted = predict(choice, 100_000_000, 768, 100 * GB)
-    assert predicted.num_parts == pytest.approx(77.8 * GB / (512 << 20), rel=0.02)
+    assert predicted.num_parts == pytest.approx(MAX_PARTS, rel=0.02)
     assert not predicted.mapped
     small = predict(choice, 100_000_000, 768, 4 * GB)
     assert small.mapped
     assert small.build_bytes is not None
     assert small.build_bytes < 8 * GB  # the sample of 3.3 million vectors is most of it
     update = predict(choice, 100_000_000, 768, 4 * GB, num_added=1_000_000)
-    assert update.num_parts == 2
+    assert update.num_parts == 3
+
+
+def test_a_build_of_minutes_is_one_piece_where_memory_allows() -> None:
+    [choice] = choices(IndexOptions("IVF4096,Flat"), 1_000_000, 384)
+    whole, in_parts = (predict(choice, 1_000_000, 384, limit * GB) for limit in (8, 2))
+    assert (whole.num_parts, in_parts.num_parts) == (0, 7)
+    assert whole.build_bytes is not None and in_parts.build_bytes is not None
+    assert 1.6 * 1.55 * GB < whole.build_bytes < 3 * GB  # lists that grow, then what holds them
+    assert in_parts.build_bytes < 2 * GB
+    assert predict(choice, 3_000_000, 384, 64 * GB).num_parts > 0  # a kill would cost too much
 
 
 def test_what_does_not_fit_the_machine_is_refused_before_reading(

@@ -29,6 +29,7 @@ from tests.test_indexer import FakeOutput, clustered
 SMALL = (
     "from pipeline import index_choice, index_parts, indexer\n"
     "index_choice.PART_BYTES, index_choice.CHUNK_BYTES, index_parts.CHUNK_BYTES = 20_000, 1, 3_000\n"
+    "index_choice.WHOLE_PARTS = 0\n"
 )
 """For another process: parts of 20 kB."""
 
@@ -40,6 +41,7 @@ def out(tmp_path: Path) -> FakeOutput:
 
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index_choice, "WHOLE_PARTS", 0)
     monkeypatch.setattr(index_choice, "PART_BYTES", 20_000)
     monkeypatch.setattr(index_choice, "CHUNK_BYTES", 1)
     monkeypatch.setattr(index_parts, "CHUNK_BYTES", 3_000)
@@ -61,7 +63,7 @@ def test_parts_make_the_index_that_faiss_would_write(
     """Ids of shards are far above 2**32: a merge that loses them would be noticed here."""
     fill(out)
     whole = build_index(str(out), factory, min_recall=0.0)
-    assert whole["predicted"]["parts"] == 1
+    assert whole["predicted"]["parts"] == 0
     index = out.faiss_index()
     copy = out.root / "copy.faiss"
     faiss.write_index(index, str(copy))
@@ -70,17 +72,17 @@ def test_parts_make_the_index_that_faiss_would_write(
     lists = ivf.invlists
     ids = np.concatenate([faiss.rev_swig_ptr(lists.get_ids(i), lists.list_size(i)) for i in range(ivf.nlist)])
     assert sorted(ids.tolist()) == out.ids().column("faiss_id").to_pylist()
-    monkeypatch.setattr(index_choice, "PART_BYTES", 15_000)
+    monkeypatch.setattr(index_choice, "WHOLE_PARTS", 0)
     monkeypatch.setattr(index_choice, "CHUNK_BYTES", 1)
     monkeypatch.setattr(index_parts, "CHUNK_BYTES", 3_000)
-    (out.root / "index/index.json").unlink()
-    parts = build_index(str(out), factory, min_recall=0.0)
-    assert parts["predicted"]["parts"] > 1
-    assert parts["sha256"]["index"] == whole["sha256"]["index"]
-    assert parts["recall_at_10"] == whole["recall_at_10"]
-    assert out.index_files() == sorted(
-        ["index.json", parts["index_file"], parts["ids_file"], parts["truth"]["file"]]
-    )
+    for part_bytes in (index_choice.PART_BYTES, 15_000):
+        monkeypatch.setattr(index_choice, "PART_BYTES", part_bytes)
+        (out.root / "index/index.json").unlink()
+        parts = build_index(str(out), factory, min_recall=0.0)
+        assert (parts["predicted"]["parts"] > 1) == (part_bytes == 15_000)
+        assert parts["sha256"]["index"] == whole["sha256"]["index"]
+        assert parts["recall_at_10"] == whole["recall_at_10"]
+    assert out.index_files() == sorted(["index.json", parts["index_file"], parts["ids_file"], parts["truth"]["file"]])
 
 
 @pytest.mark.usefixtures("small_parts")
@@ -157,11 +159,11 @@ def test_cut_and_foreign_files_are_noticed(tmp_path: Path) -> None:
 
 def killed_at_part(out: FakeOutput, number: int) -> None:
     code = (
-        SMALL + "import os, signal, sys\nreal = index_parts.Parts.add\n"
-        "def add(self, number, *rest):\n"
+        SMALL + "import os, signal, sys\nreal = index_parts.Parts.keep\n"
+        "def keep(self, number, *rest):\n"
         f"    if number == {number}: os.kill(os.getpid(), signal.SIGKILL)\n"
         "    return real(self, number, *rest)\n"
-        "index_parts.Parts.add = add\n"
+        "index_parts.Parts.keep = keep\n"
         "indexer.build_index(sys.argv[1], 'IVF16,Flat')\n"
     )
     assert subprocess.run([sys.executable, "-c", code, str(out)], check=False).returncode == -9
@@ -208,8 +210,8 @@ def test_parts_of_something_else_are_not_used(out: FakeOutput, change: str) -> N
     elif change == "options":
         factory = "IVF8,Flat"
     else:
-        [path] = folder.glob(f"{change}*")
-        path.write_bytes(path.read_bytes()[:-7])
+        for path in folder.glob(f"{change}*"):
+            path.write_bytes(path.read_bytes()[:-7])
     lines: list[str] = []
     result = build_index(str(out), factory, progress=lines.append)
     assert not any("going on" in line for line in lines)

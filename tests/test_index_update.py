@@ -315,7 +315,7 @@ def test_a_new_vector_that_is_not_finite_is_named_and_the_old_index_stays(out: F
     assert valid(out) == 4000
 
 
-@pytest.mark.parametrize("where", ["indexer.merge", "indexer.write_ids", "index_parts.Parts.add", "indexer._document"])
+@pytest.mark.parametrize("where", ["indexer.merge", "indexer.write_ids", "index_parts.Parts.keep", "indexer._document"])
 def test_a_killed_update_leaves_the_old_index_and_is_done_again(out: FakeOutput, where: str) -> None:
     out.add("t", more())
     code = (

@@ -159,14 +159,40 @@ def test_an_idle_worker_takes_over_and_does_not_wait_for_a_replacement() -> None
                 worker.says("ready", max_batch_tokens=1)
         elif worker is not started[0]:
             worker.says("done", unit=key, record={})
+        elif key == "a":
+            worker.says("free")
 
     kinds = []
-    for event in ScriptedPool(["one", "two"], script).process(whole("a", "b", "c")):
+    for event in ScriptedPool(["one", "two"], script).process(whole("a", "b", "c", "d")):
         kinds.append(event.kind)
         assert kinds.count("tick") < 5, kinds
-        if event.kind == "done" and event.shard == whole("c")[0]:  # the first one has two in work
+        if event.kind == "done" and event.shard == whole("d")[0]:  # the first one has two in work
             started[0].dies(with_node=True)
-    assert [kind for kind in kinds if kind not in ("ready", "tick")] == ["done", "lost", "lost", "done", "done"]
+    ends = ["done", "done", "lost", "lost", "done", "done"]
+    assert [kind for kind in kinds if kind not in ("ready", "tick")] == ends
+
+
+def test_the_last_units_wait_for_a_free_worker_not_behind_a_busy_one() -> None:
+    """Two shards, two workers: the first one has read all of its shard before the second one has loaded the model."""
+    given: list[tuple[str, str]] = []
+    workers: list[Scripted] = []
+
+    def script(worker: Scripted, key: str) -> None:
+        if not key:
+            workers.append(worker)
+            if worker.device == "one":
+                worker.says("ready", max_batch_tokens=1)
+            return
+        given.append((worker.device, key))
+        if worker.device == "one":
+            worker.says("free")
+            workers[1].says("ready", max_batch_tokens=1)
+        else:
+            for other, unit in zip(workers, whole("a", "b"), strict=True):
+                other.says("done", unit=unit.unit, record={})
+
+    kinds = [event.kind for event in ScriptedPool(["one", "two"], script).process(whole("a", "b"))]
+    assert given == [("one", "a"), ("two", "b")] and kinds.count("done") == 2
 
 
 def test_a_shard_is_not_blamed_for_a_few_lost_machines_but_for_many() -> None:

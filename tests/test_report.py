@@ -26,7 +26,7 @@ from pipeline.ledger import Ledger
 from pipeline.report import make_report
 from pipeline.report_chart import compact, scale
 from pipeline.report_page import page, write_page
-from pipeline.report_records import duration
+from pipeline.report_records import duration, iso
 from pipeline.report_text import renderables
 from pipeline.storage import Output
 from pipeline.telemetry import RunReport
@@ -188,10 +188,11 @@ def test_a_stopped_and_continued_job_is_seen_as_one(tmp_path: Path, model_dir: s
     first = embed(tmp_path / "in", tmp_path / "out", model_dir, max_tokens=1, **options)
     assert first.stopped
     job = report_of(tmp_path / "out", time.time())
-    assert (job["state"], job["shards"]["done"]) == ("running", first.shards_done)
+    assert (job["state"], job["shards"]["done"], job["eta_s"]) == ("stopped", first.shards_done, None)
     assert job["shards"]["left"] == 4 - first.shards_done > 0
     assert job["rows"]["left"] == 200 - first.total_rows
-    assert job["eta_s"] is not None
+    shutil.rmtree(tmp_path / "out" / "runs")  # a run that was killed does not say that it has ended
+    assert report_of(tmp_path / "out", time.time())["eta_s"] is not None
     assert report_of(tmp_path / "out", time.time() + 3600)["state"] == "silent"
     second = embed(tmp_path / "in", tmp_path / "out", model_dir, **options)
     job = report_of(tmp_path / "out", time.time())
@@ -259,6 +260,68 @@ def test_a_job_is_known_by_the_age_of_its_last_record(tmp_path: Path) -> None:
     assert (job["state"], job["index"]["current"], job["eta_s"]) == ("finished", True, None)
 
 
+def write_note(output: Path, name: str = "all", **fields: Any) -> None:
+    """How a run ended, as it says so itself."""
+    end = {"ended": iso(NOW - 60), "exit_code": 0, "outcome": "done", "reason": "", "retries": 0, "num_failed": 0}
+    note = {"version": 1, "rank": "", "num_ranks": 1, "host": "node-1", "pid": 7, "began": iso(NOW - 900)}
+    write_json(output / "runs" / f"{name}.json", {**note, **end, "failed": [], **fields})
+
+
+def test_a_run_that_ended_early_says_why(tmp_path: Path) -> None:
+    output = write_run(tmp_path / "out", 3, 300)
+    write_record(output, "a", NOW - 70)
+    write_note(output, ended=None)
+    assert report_of(output)["state"] == "running"
+    failed = [{"shard": "in/b.parquet", "kind": "bad", "reason": "in/b.parquet: cut short"}]
+    ill = {"exit_code": 65, "outcome": "bad data", "failed": failed, "num_failed": 1, "retries": 2}
+    write_note(output, **ill)
+    job = report_of(output)
+    why = "the run ended 60 s ago on node-1 with exit code 65, bad data: in/b.parquet: cut short"
+    assert (job["state"], job["state_text"]) == ("stopped", why)
+    assert job["warnings"] == [
+        "in/b.parquet: cut short",
+        "given out again in the last run, because a worker was lost: 2 shards or parts",
+    ]
+    for key in "bc":
+        write_record(output, key, NOW - 50)
+    write_note(output)
+    job = report_of(output)
+    assert job["state"] == "finished" and "in/b.parquet: cut short" not in job["warnings"]
+
+
+def test_ranks_have_stopped_when_all_have(tmp_path: Path) -> None:
+    output = write_run(tmp_path / "out", 3, 300)
+    write_record(output, "a", NOW - 70)
+    write_note(output, "rank-0-of-3", rank="0 of 3", num_ranks=3)
+    write_note(output, "rank-2-of-3", rank="2 of 3", num_ranks=3, exit_code=75, outcome="stopped", reason="disk full")
+    assert report_of(output)["state"] == "running"  # the third one may have to wait for a machine
+    write_note(output, "rank-1-of-3", rank="1 of 3", num_ranks=3)
+    text = "1 of 3 ranks; the last, 2 of 3, ended 60 s ago on node-1 with exit code 75, stopped: disk full"
+    assert report_of(output)["state_text"] == text
+    write_note(output, "rank-1-of-3", rank="1 of 3", num_ranks=3, ended=None)
+    assert report_of(output)["state"] == "running"
+
+
+def test_a_run_notes_how_it_ended(tmp_path: Path, model_dir: str, command: RunCommand) -> None:
+    write_shard(tmp_path / "in" / "a.parquet", ["one", "two"])
+    for name in "bcd":
+        write_shard(tmp_path / "in" / f"{name}.parquet", [name])
+    asked = ("run", "in", "--output", "out", "--model", model_dir, "--devices", "cpu", "--index", "none")
+    assert command(*asked, "--max-tokens", "1").returncode == 75
+    job = report_of(tmp_path / "out", time.time())
+    assert job["state"] == "stopped" and "exit code 75, stopped: --max-tokens" in job["state_text"], job["state_text"]
+    assert [run["shards_done"] for run in job["runs"]] == [job["shards"]["done"]]
+    assert command(*asked, "--rank", "0", "--world-size", "2").returncode == 0
+    assert [run["rank"] for run in report_of(tmp_path / "out", time.time())["runs"]] == ["0 of 2"]
+    data = (tmp_path / "in" / "d.parquet").read_bytes()
+    (tmp_path / "in" / "d.parquet").write_bytes(data[:-20])
+    assert command(*asked).returncode == 65
+    job = report_of(tmp_path / "out", time.time())
+    [run] = job["runs"]  # of all shards, in place of those of ranks
+    assert (run["outcome"], run["num_failed"], run["failed"][0]["kind"]) == ("bad data", 1, "bad")
+    assert "d.parquet" in job["state_text"] and any("d.parquet" in warning for warning in job["warnings"])
+
+
 def test_short_records_do_not_make_a_job_silent_within_two_minutes(tmp_path: Path) -> None:
     output = write_run(tmp_path / "out", 3, 300)
     write_record(output, "a", NOW - 100, wall_s=0.5)
@@ -301,9 +364,7 @@ def test_a_stop_is_cut_out_of_the_time_axis_and_every_token_is_on_it(tmp_path: P
     assert throughput["segments"][1]["began"] == "2027-01-15T07:25:00Z"
     assert throughput["length_s"] == 2000.0
     ends = [*(one["at_s"] for one in throughput["bins"][1:]), throughput["length_s"]]
-    tokens = sum(
-        one["tokens_per_s"] * (end - one["at_s"]) for one, end in zip(throughput["bins"], ends, strict=True)
-    )
+    tokens = sum(one["tokens_per_s"] * (end - one["at_s"]) for one, end in zip(throughput["bins"], ends, strict=True))
     assert tokens == pytest.approx(10 * 1000 + 45 + 10 * 3000, rel=1e-3)
 
 
