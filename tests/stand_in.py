@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +25,8 @@ MIX = np.random.default_rng(7).standard_normal((len(LETTERS) + 1, DIM)).astype(n
 class StandIn:
     """Sums one random row of ``MIX`` a token and normalises.
 
-    ``STAND_IN_SECONDS`` slows each batch down, ``STAND_IN_SECONDS_PER_TOKEN`` each token.
+    ``STAND_IN_SECONDS`` slows each batch down, ``STAND_IN_SECONDS_PER_TOKEN`` each token. In the folder
+    ``STAND_IN_PROCESSES`` each process that has computed a batch leaves a file named by its number.
     """
 
     dim, attention, attention_reason, dtype, num_parameters, padded = DIM, "grouped", "", "float32", 0, False
@@ -50,6 +52,8 @@ class StandIn:
         )
 
     def encode(self, batch: Batch) -> NDArray[np.float32]:
+        if folder := os.environ.get("STAND_IN_PROCESSES"):
+            Path(folder, str(os.getpid())).touch()
         time.sleep(self._seconds + self._seconds_per_token * batch.num_tokens)
         sums = np.add.reduceat(MIX[batch.input_ids], batch.cu_seqlens[:-1], axis=0)
         return (sums / np.linalg.norm(sums, axis=1, keepdims=True)).astype(np.float32)

@@ -68,10 +68,8 @@ def test_parts_make_the_index_that_faiss_would_write(
     copy = out.root / "copy.faiss"
     faiss.write_index(index, str(copy))
     assert sha256_file(copy) == whole["sha256"]["index"]
-    ivf = faiss.extract_index_ivf(index)
-    lists = ivf.invlists
-    ids = np.concatenate([faiss.rev_swig_ptr(lists.get_ids(i), lists.list_size(i)) for i in range(ivf.nlist)])
-    assert sorted(ids.tolist()) == out.ids().column("faiss_id").to_pylist()
+    ids = ids_of_lists(index)
+    assert sorted(np.concatenate(ids).tolist()) == out.ids().column("faiss_id").to_pylist()
     monkeypatch.setattr(index_choice, "WHOLE_PARTS", 0)
     monkeypatch.setattr(index_choice, "CHUNK_BYTES", 1)
     monkeypatch.setattr(index_parts, "CHUNK_BYTES", 3_000)
@@ -80,9 +78,22 @@ def test_parts_make_the_index_that_faiss_would_write(
         (out.root / "index/index.json").unlink()
         parts = build_index(str(out), factory, min_recall=0.0)
         assert (parts["predicted"]["parts"] > 1) == (part_bytes == 15_000)
-        assert parts["sha256"]["index"] == whole["sha256"]["index"]
-        assert parts["recall_at_10"] == whole["recall_at_10"]
+        assert parts["bytes"] == whole["bytes"]
+        assert [list(some) for some in ids_of_lists(out.faiss_index())] == [list(some) for some in ids]
+        if factory.startswith(("RR", "PCAR")):
+            # How a product rounds depends on how many vectors are rotated at once (seen on AMD), and that on the part.
+            assert parts["recall_at_10"] == pytest.approx(whole["recall_at_10"], abs=0.02)
+        else:
+            assert parts["sha256"]["index"] == whole["sha256"]["index"]
+            assert parts["recall_at_10"] == whole["recall_at_10"]
     assert out.index_files() == sorted(["index.json", parts["index_file"], parts["ids_file"], parts["truth"]["file"]])
+
+
+def ids_of_lists(index: faiss.Index) -> list[np.ndarray]:
+    """The ids in each inverted list."""
+    ivf = faiss.extract_index_ivf(index)
+    lists = ivf.invlists
+    return [faiss.rev_swig_ptr(lists.get_ids(i), lists.list_size(i)).copy() for i in range(ivf.nlist)]
 
 
 @pytest.mark.usefixtures("small_parts")

@@ -134,13 +134,16 @@ def test_a_large_file_comes_out_as_if_it_had_not_been_split(
 def test_one_file_feeds_two_workers(
     large: Path, tmp_path: Path, model_dir: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("STAND_IN_SECONDS", "0.3")
+    monkeypatch.setenv("STAND_IN_SECONDS", "0.5")
+    processes = tmp_path / "processes"
+    processes.mkdir()
+    monkeypatch.setenv("STAND_IN_PROCESSES", str(processes))
     (large / "small.parquet").unlink()
     watch = Watch()
     embed(large, tmp_path / "out", model_dir, watch, devices="cpu,cpu")
     assert sum(event.kind == "ready" for event in watch.events) == 2
-    order = [event.shard.unit for event in watch.events if event.kind == "progress" and event.shard]
-    assert order != sorted(order)  # two parts were in work at once
+    assert sorted(watch.kinds("part")) == [f"sub/large#{number}" for number in range(GROUPS)]
+    assert len(list(processes.iterdir())) == 2
 
 
 def test_a_stopped_run_keeps_its_finished_parts(
