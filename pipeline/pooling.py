@@ -52,7 +52,8 @@ def pool(states: Tensor, segments: Segments, modes: tuple[str, ...], prompt_leng
 def _pool(states: Tensor, segments: Segments, mode: str, prompt_length: int) -> Tensor:
     has_content = segments.lengths > prompt_length
     if mode == "cls":
-        return states[segments.starts + torch.where(has_content, prompt_length, 0)]
+        # Not torch.where, which copies two plain numbers to the device: that waits for it, and no graph records it.
+        return states[segments.starts + has_content * prompt_length]
     if mode == "lasttoken":
         last = states[segments.starts + segments.lengths - 1]
         return last * has_content.unsqueeze(1) if prompt_length else last

@@ -85,14 +85,20 @@ def server(command: list[str], port: int) -> Iterator[subprocess.Popen[bytes]]:
 
 
 class Client:
-    """One connection that is kept."""
+    """One connection that is kept; use it as a context manager."""
 
     def __init__(self, port: int) -> None:
         self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
 
-    def embed(self, text: str) -> tuple[int, bytes, float]:
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._connection.close()
+
+    def embed(self, inputs: str | list[str]) -> tuple[int, bytes, float]:
         """Status, body and seconds of one call."""
-        body = json.dumps({"inputs": text})
+        body = json.dumps({"inputs": inputs})
         start = time.perf_counter()
         self._connection.request("POST", "/embed", body, {"content-type": "application/json"})
         answer = self._connection.getresponse()
@@ -101,12 +107,12 @@ class Client:
 
 
 def one_client(port: int, num_queries: int, rng: random.Random) -> list[float]:
-    client = Client(port)
     taken = []
-    for _ in range(num_queries):
-        status, _, seconds = client.embed(query(rng))
-        assert status == 200
-        taken.append(seconds)
+    with Client(port) as client:
+        for _ in range(num_queries):
+            status, _, seconds = client.embed(query(rng))
+            assert status == 200
+            taken.append(seconds)
     return taken
 
 
@@ -116,11 +122,12 @@ def many_clients(port: int, num_clients: int, seconds: float) -> tuple[float, li
     end = time.perf_counter() + seconds
 
     def ask(seed: int) -> None:
-        client, rng = Client(port), random.Random(seed)
-        while time.perf_counter() < end:
-            status, _, took = client.embed(query(rng))
-            assert status == 200
-            taken.append(took)
+        rng = random.Random(seed)
+        with Client(port) as client:
+            while time.perf_counter() < end:
+                status, _, took = client.embed(query(rng))
+                assert status == 200
+                taken.append(took)
 
     threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(num_clients)]
     start = time.perf_counter()

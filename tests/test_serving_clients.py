@@ -145,4 +145,3 @@ def test_a_query_finds_what_the_command_finds(server: Server, sample_run: Sample
     hits = httpx.post(f"{server.url}/search", json=body, headers=headers, timeout=60).json()["results"][0]
     assert [hit["word"] for hit in hits] == ["square-rigger", "fore-and-after", "wherry"]
     assert hits[0]["score"] == pytest.approx(0.5737, abs=1e-3)
-

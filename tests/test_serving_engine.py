@@ -72,7 +72,8 @@ class FakeLane:
             await asyncio.sleep(seconds)
         starts = np.cumsum(lengths) - lengths
         sums = np.add.reduceat(MIX[input_ids], starts, axis=0)
-        return (sums / np.linalg.norm(sums, axis=1, keepdims=True)).astype(np.float32), seconds
+        vectors = (sums / np.linalg.norm(sums, axis=1, keepdims=True)).astype(np.float32)
+        return Computed(vectors, seconds)
 
     async def close(self) -> None:
         for task in list(self._tasks):
@@ -529,7 +530,7 @@ def test_no_process_outlives_a_server_that_is_killed_and_the_server_imports_no_t
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"enable_gpu_ipc": True}, "enable_gpu_ipc: needs a CUDA device"),
+        ({"enable_gpu_ipc": True}, "enable_gpu_ipc: needs a CUDA device, the server computes on the CPU; set it to"),
         ({"device": "cpu,cpu"}, "a server computes on one"),
         ({"model": "models/other"}, "given beside the output"),
     ],

@@ -573,9 +573,7 @@ def test_nothing_that_was_asked_is_in_the_log(server: Server) -> None:
     assert "xyzzy" not in text and "word number" not in text
 
 
-def test_a_new_generation_is_picked_up_without_dropping_a_request(
-    corpus: Path, model_dir: str, tmp_path: Path
-) -> None:
+def test_a_new_generation_is_picked_up_without_dropping_a_request(corpus: Path, model_dir: str, tmp_path: Path) -> None:
     write_shard(tmp_path / "in" / "a.parquet", WORDS)
     stand_in_run(tmp_path / "in", tmp_path / "out", model_dir)
     (tmp_path / "serve.yaml").write_text("index_poll_s: 0.1\nquery_lane: torch\n")
@@ -674,8 +672,6 @@ def test_an_output_without_an_index_embeds_and_says_what_is_missing(
 def test_serving_loads_neither_torch_nor_faiss_into_the_server(server: Server) -> None:
     maps = Path(f"/proc/{server.process.pid}/maps").read_text()
     assert "libtorch" not in maps and "faiss" not in maps
-
-
 
 
 # -- what is kept of the files ---------------------------------------------------------------------------------------

@@ -1,9 +1,9 @@
 """The routes of a server, as an ASGI application over a `Service`.
 
-    POST /embed, /          TEI                 POST /search            the nearest rows
-    POST /v1/embeddings     OpenAI              GET  /                  the search page
-    POST /tokenize          TEI                 GET  /docs, /openapi.json
-    GET  /info, /health, /metrics, /v1/models
+POST /embed, /          TEI                 POST /search            the nearest rows
+POST /v1/embeddings     OpenAI              GET  /                  the search page
+POST /tokenize          TEI                 GET  /docs, /openapi.json
+GET  /info, /health, /metrics, /v1/models
 """
 
 from __future__ import annotations

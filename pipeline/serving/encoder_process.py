@@ -6,6 +6,9 @@ exits at once, whatever it is doing.
 
     requests   setup {backend, …} · batch {prompt_length} [input_ids, lengths]
     answers    ready {dim, …} · vectors {seconds} [vectors] · error {message, exit_code, trace}
+
+Where the setup asks for a ring (`device_ring`), ``ready`` says how to open it, and ``vectors`` has a second array: the
+vectors' numbers in it, which are there by then.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -31,7 +34,8 @@ from pipeline.errors import EXIT_BUG, EmbedCorpusError, ModelError
 from pipeline.tokenizer_process import _read as read_frame
 from pipeline.tokenizer_process import _write as write_frame
 
-Result = Callable[[], NDArray[np.float32]]
+Result = Callable[[], list[NDArray[Any]]]
+"""Waits for a batch of n texts: their (n, dim) float32 vectors and, with a ring, (n,) int64 numbers in it."""
 
 
 class Backend(Protocol):
@@ -46,7 +50,7 @@ class Backend(Protocol):
     computes_beside: bool
 
     def start(self, input_ids: NDArray[np.int32], lengths: NDArray[np.int32], prompt_length: int) -> Result:
-        """Begin a batch of texts, longest first; the result is (n, dim) float32."""
+        """Begin a batch of texts, longest first."""
         ...
 
 
@@ -69,11 +73,11 @@ class OnnxBackend:
     def start(self, input_ids: NDArray[np.int32], lengths: NDArray[np.int32], prompt_length: int) -> Result:
         assert not prompt_length, "the graph pools all tokens. This is a bug."
         vectors = self._encoder.encode(input_ids, lengths)
-        return lambda: vectors
+        return lambda: [vectors]
 
 
 class TorchBackend:
-    """The batch engine's encoder, or a stand-in for it."""
+    """The batch engine's encoder, or a stand-in for it, which has neither graphs nor a ring."""
 
     def __init__(self, setup: dict[str, Any]) -> None:
         from pipeline.records import EncoderSettings
@@ -85,12 +89,44 @@ class TorchBackend:
         self._encoder: Any = load_encoder(WorkerSettings(settings, stand_in=setup["stand_in"]))
         self.computes_beside = self._encoder.device != "cpu"
         self.facts = facts_of(self._encoder)
+        self._graphs: Any = None
+        self._has_ring = False
+        if setup["stand_in"] is None:
+            if setup["cuda_graphs"]:
+                self._record()
+            if setup["ring_rows"]:
+                self._write_into_a_ring(setup["ring_rows"])
 
     def start(self, input_ids: NDArray[np.int32], lengths: NDArray[np.int32], prompt_length: int) -> Result:
         from pipeline.worker import _submit
 
-        result: Result = _submit(_leaving_out(self._encoder, prompt_length), batch_of(input_ids, lengths)).result
+        batch = batch_of(input_ids, lengths)
+        # The graphs pool all tokens.
+        submitted: Any = None if self._graphs is None or prompt_length else self._graphs.submit(batch)
+        if submitted is None:
+            submitted = _submit(_leaving_out(self._encoder, prompt_length), batch)
+
+        def result() -> list[NDArray[Any]]:
+            vectors = submitted.result()
+            if not self._has_ring:
+                return [vectors]
+            return [vectors, np.concatenate([part.numbers() for part in submitted._parts])]
+
         return result
+
+    def _record(self) -> None:
+        from pipeline.serving.cuda_graphs import QueryGraphs
+
+        self._graphs = QueryGraphs.of(self._encoder)
+        self.facts["cuda_graphs"] = self._graphs.facts
+
+    def _write_into_a_ring(self, num_rows: int) -> None:
+        from pipeline.serving.device_ring import DeviceRing, RingTransfer
+
+        ring = DeviceRing(num_rows, self._encoder.dim, self._encoder.device)
+        self._encoder._transfer = RingTransfer(self._encoder._transfer, ring)
+        self._has_ring = True
+        self.facts["ring"] = asdict(ring.ring)
 
 
 def batch_of(input_ids: NDArray[np.int32], lengths: NDArray[np.int32]) -> Any:
@@ -113,8 +149,6 @@ def _leaving_out(encoder: Any, prompt_length: int) -> Any:
 
 def facts_of(encoder: Any) -> dict[str, Any]:
     """What a server must know of an encoder: how to tokenize for it, and what it tells its callers."""
-    from dataclasses import asdict
-
     chain, finish = getattr(encoder, "_chain", None), getattr(encoder, "_finish", None)
     pooling = None if chain is None else next(m for m in encoder._st if type(m).__name__ == "Pooling")
     return {
@@ -159,12 +193,12 @@ def main() -> int:
         try:
             if isinstance(result, Exception):
                 raise result
-            vectors = result()
+            arrays = result()
         except Exception as error:
             write_frame(answers, _error(error))
         else:
             seconds = time.perf_counter() - began
-            write_frame(answers, {"event": "vectors", "seconds": seconds}, [vectors.reshape(-1)])
+            write_frame(answers, {"event": "vectors", "seconds": seconds}, [array.reshape(-1) for array in arrays])
 
     # Where the device computes by itself, a second thread waits for it, and this one starts the next batch meanwhile.
     beside = ThreadPoolExecutor(1) if backend.computes_beside else None

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from pipeline import __version__
 from pipeline.records import Tokens
+from pipeline.serving.device_ring import InRing, Ring
 from pipeline.serving.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -56,6 +57,7 @@ class Embedded:
         truncated: (n,) bool.
         seconds: ``queue``, ``tokenize`` and ``compute``; they add up to what the call took.
         lane: who computed it; names joined by ``+`` where batches went to several.
+        in_ring: where the vectors are on the device, too; None unless all of them are in one ring.
     """
 
     vectors: NDArray[np.float32]
@@ -63,6 +65,7 @@ class Embedded:
     truncated: NDArray[np.bool_]
     seconds: dict[str, float]
     lane: str
+    in_ring: InRing | None = None
 
 
 @dataclass(frozen=True)
@@ -178,6 +181,25 @@ class _Call(Request):
     missing: int = 0
     compute_s: float = 0.0
     lanes: list[str] = field(default_factory=list)
+    rings: set[Ring] = field(default_factory=set)
+    numbers: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+
+    def take(self, texts: NDArray[np.int64], computed: Computed, places: NDArray[np.int64]) -> None:
+        """Some of the call's texts, which lie at these places of a batch."""
+        self.vectors[texts] = computed.vectors[places]
+        if computed.in_ring is not None:
+            self.rings.add(computed.in_ring.ring)
+            self.numbers[texts] = computed.in_ring.numbers[places]
+        self.missing -= len(texts)
+        self.compute_s += computed.seconds
+
+    @property
+    def in_ring(self) -> InRing | None:
+        """A process that was replaced has left its ring: then the call's vectors may be in two, or in none."""
+        if len(self.rings) != 1 or not self.numbers.all():
+            return None
+        [ring] = self.rings
+        return InRing(ring, self.numbers)
 
     def fail(self, error: Exception) -> None:
         if not self.done.done():
@@ -366,6 +388,7 @@ class Engine:
             truncated=tokens.dropped > 0,
             seconds=seconds,
             lane="+".join(dict.fromkeys(call.lanes)),
+            in_ring=call.in_ring,
         )
 
     async def _tokenized(self, texts: Sequence[str], prompt: str) -> Tokens:
@@ -408,6 +431,7 @@ class Engine:
             tokens=tokens,
             vectors=np.full((num_texts, self.info.dim), np.nan, np.float32),
             missing=num_texts,
+            numbers=np.zeros(num_texts, np.int64),
         )
 
     def _prompt_length(self, prompt: str) -> int:
@@ -476,11 +500,11 @@ class Engine:
         self._flying_tokens -= len(batch.input_ids)
         error = done.exception()
         if error is None:
-            vectors, seconds = done.result()
+            computed = done.result()
             budget = self._queue.limits.max_batch_tokens
-            self.stats.count_batch(len(batch.lengths), len(batch.input_ids), seconds, budget)
+            self.stats.count_batch(len(batch.lengths), len(batch.input_ids), computed.seconds, budget)
             self._bound_queue()
-            batch.hand_out(vectors, seconds, lane)
+            batch.hand_out(computed, lane)
         else:
             for call in batch.calls():
                 self._queue.remove(call)
@@ -537,13 +561,11 @@ class _Flight:
     def calls(self) -> list[_Call]:
         return [piece.request for piece in self.pieces if isinstance(piece.request, _Call)]
 
-    def hand_out(self, vectors: NDArray[np.float32], seconds: float, lane: str) -> None:
+    def hand_out(self, computed: Computed, lane: str) -> None:
         first = 0
         for piece, call in zip(self.pieces, self.calls(), strict=True):
             stop = first + len(piece.texts)
-            call.vectors[piece.texts] = vectors[self.places[first:stop]]
-            call.missing -= len(piece.texts)
-            call.compute_s += seconds
+            call.take(piece.texts, computed, self.places[first:stop])
             call.lanes.append(lane)
             if not call.missing and not call.done.done():
                 call.done.set_result(None)
@@ -554,8 +576,6 @@ def _tokens_of(text: str, tokenizer: tokenizers.Tokenizer) -> list[Token]:
     encoding = tokenizer.encode(text)
     rows = zip(encoding.ids, encoding.tokens, encoding.special_tokens_mask, encoding.offsets, strict=True)
     return [
-        Token(number, token, True, None, None)
-        if special
-        else Token(number, text[start:stop], False, start, stop)
+        Token(number, token, True, None, None) if special else Token(number, text[start:stop], False, start, stop)
         for number, token, special, (start, stop) in rows
     ]

@@ -29,6 +29,7 @@ from pipeline.serving.fallback import HOP_HEADER, NoFallback
 from pipeline.serving.search_client import NotSearchable, SearchDown
 
 if TYPE_CHECKING:
+    from pipeline.serving.device_ring import InRing
     from pipeline.serving.service import Service
 
 TIMEOUT_HEADER = "x-request-timeout-ms"
@@ -100,6 +101,7 @@ class Exchange:
         num_texts, num_tokens: embedded for it.
         lane, answered_by: who embedded.
         span: see `spans`.
+        in_ring: where the vectors that were embedded for it are on the device, too.
         warnings: told in headers.
     """
 
@@ -114,6 +116,7 @@ class Exchange:
     lane: str | None = None
     answered_by: str | None = None
     span: Any = None
+    in_ring: InRing | None = None
 
     @property
     def is_fallback(self) -> bool:

@@ -1,6 +1,6 @@
 """Messages between the server and its search process: a JSON header and bytes, each with its length before it.
 
-Vectors and hits travel as the bytes they are; nothing is unpickled.
+Vectors and hits travel as the bytes they are; nothing is unpickled (`device_ring` opens its memory so, and says whose).
 """
 
 from __future__ import annotations

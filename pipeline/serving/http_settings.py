@@ -13,7 +13,6 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
 KEY_NAME = r"^[A-Za-z0-9_.-]{1,64}$"  # a label of metrics
 
 
-
 class Upstream(BaseModel):
     """Another server that may answer in our place, once its vectors were found to be ours."""
 

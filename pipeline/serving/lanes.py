@@ -16,18 +16,16 @@ import signal
 import struct
 import sys
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.errors import EXIT_CONFIG, ConfigError, one_line
 from pipeline.pool import _visible, child_environment
+from pipeline.serving.device_ring import InRing, Ring
 from pipeline.serving.errors import EngineDown
 from pipeline.tokenizer_process import _write as write_frame
-
-Computed = tuple[NDArray[np.float32], float]
-"""(n, dim) vectors, and the seconds the process spent on them."""
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +33,20 @@ STALL_S = 60.0  # a batch takes less even for large models on a CPU; a process t
 STDERR_LINES = 40
 READ_BYTES = 1 << 22
 MAX_PAUSE_S = 10.0
+
+
+class Computed(NamedTuple):
+    """What comes back of a batch of n texts.
+
+    Attributes:
+        vectors: (n, dim) float32.
+        seconds: the process spent on them.
+        in_ring: where they are on the device, too; None where there is no ring.
+    """
+
+    vectors: NDArray[np.float32]
+    seconds: float
+    in_ring: InRing | None = None
 
 
 class Lane(Protocol):
@@ -86,6 +98,7 @@ class EncoderChild:
         self.ended: asyncio.Future[str] = loop.create_future()
         self._pending: collections.deque[tuple[asyncio.Future[Computed], float, int]] = collections.deque()
         self._stderr: collections.deque[str] = collections.deque(maxlen=STDERR_LINES)
+        self._ring: Ring | None = None
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._read_stderr())]
         self._write({**setup}, [])
 
@@ -160,6 +173,8 @@ class EncoderChild:
     def _take(self, header: dict[str, Any], arrays: list[NDArray[Any]]) -> None:
         if not self.ready.done():
             if header["event"] == "ready":
+                if "ring" in header:
+                    self._ring = Ring(**header["ring"])
                 self.ready.set_result(header)
             else:
                 self.ready.set_exception(_start_error(header))
@@ -170,7 +185,9 @@ class EncoderChild:
         if header["event"] == "error":
             future.set_exception(EngineDown(f"a batch could not be computed: {header['message']}"))
         else:
-            future.set_result((arrays[0].reshape(num_texts, -1), float(header["seconds"])))
+            vectors = arrays[0].reshape(num_texts, -1)
+            in_ring = None if self._ring is None else InRing(self._ring, arrays[1])
+            future.set_result(Computed(vectors, float(header["seconds"]), in_ring))
 
     def _end(self, code: int) -> None:
         cause = f"the encoder process {self._cause(code)}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import logging
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,10 @@ from pipeline.tokenizer import Tokenizer, TokenizerSpec
 if TYPE_CHECKING:
     from pipeline.serving.engine import Engine
 
+logger = logging.getLogger(__name__)
+
 CPU_BATCH_TOKENS, GPU_BATCH_TOKENS = 512, 16_384
+RING_ROWS = 4_096  # vectors on the device for the search process; older ones are sent as bytes
 
 
 @dataclass(frozen=True)
@@ -105,10 +109,10 @@ def _device(settings: ServeSettings) -> str:
     if "," in settings.device or (settings.device != "auto" and len(devices) > 1):
         raise ConfigError(f"device: found {settings.device}; a server computes on one, start one for each")
     device = devices[0]
-    if settings.enable_gpu_ipc:
-        found = "the server computes on the CPU" if device == "cpu" else "the search process keeps to the CPU"
+    if settings.enable_gpu_ipc and device == "cpu":
         raise ConfigError(
-            f"enable_gpu_ipc: needs a CUDA device at both ends, {found}; set it to false: a pipe hands them over then"
+            "enable_gpu_ipc: needs a CUDA device, the server computes on the CPU; set it to false: a pipe hands the "
+            "vectors over then"
         )
     if device != "cpu" and settings.query_lane.startswith("onnx"):
         raise ConfigError(f"query_lane: {settings.query_lane} computes on a CPU, device is {device}; use auto")
@@ -170,18 +174,18 @@ async def _lanes(
     """What computes, started; why ONNX Runtime does not, where it could; and the facts of the batch encoder."""
     asked = settings.query_lane
     if device != "cpu" or asked == "torch" or opened.stand_in is not None:
-        lane = await _torch(opened, device, threads, spare=settings.warm_spare is not False)
+        lane = await _torch(opened, settings, device, threads, spare=settings.warm_spare is not False)
         return [lane], "", lane.facts
     try:
         onnx, kit = await _onnx(opened, threads, int8=asked == "onnx-int8")
     except ConfigError as error:
         if asked != "auto":
             raise ConfigError(f"query_lane: {asked}: {error}; use auto or torch") from None
-        lane = await _torch(opened, device, threads, spare=settings.warm_spare is not False)
+        lane = await _torch(opened, settings, device, threads, spare=settings.warm_spare is not False)
         return [lane], f"no onnx: {error}", lane.facts
     if asked == "auto" and kit.torch_is_worth_it:
         try:
-            torch = await _torch(opened, device, threads, cost=_cost(kit, 3), spare=bool(settings.warm_spare))
+            torch = await _torch(opened, settings, device, threads, cost=_cost(kit, 3), spare=bool(settings.warm_spare))
         except BaseException:
             await onnx.close()
             raise
@@ -214,6 +218,7 @@ async def _onnx(opened: _Opened, threads: int, *, int8: bool) -> tuple[ProcessLa
 
 async def _torch(
     opened: _Opened,
+    settings: ServeSettings,
     device: str,
     threads: int,
     *,
@@ -227,9 +232,13 @@ async def _torch(
         "backend": "torch",
         "encoder": {name: getattr(encoder, name) for name in encoder.__dataclass_fields__},
         "stand_in": opened.stand_in,
+        "cuda_graphs": settings.cuda_graphs and device != "cpu",
+        "ring_rows": max(RING_ROWS, 2 * settings.max_batch_size) if settings.enable_gpu_ipc else 0,
     }
     lane = ProcessLane("torch", setup, device, threads, cost=cost, spare=spare)
     await lane.start()
+    for reason in lane.facts.get("cuda_graphs", {}).get("reasons", ()):
+        logger.warning("cuda_graphs: %s; they take the normal path", reason)
     return lane
 
 

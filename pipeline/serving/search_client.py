@@ -10,14 +10,15 @@ import collections
 import contextlib
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.pool import child_environment
+from pipeline.pool import _visible, child_environment
 from pipeline.serving import frames
+from pipeline.serving.device_ring import InRing
 from pipeline.serving.errors import DeadlineExceeded, Overloaded, ServingError
 from pipeline.threads import available_cores
 
@@ -63,6 +64,7 @@ class SearchClient:
         poll_s: how often the process looks for a new generation.
         cache_bytes: what it may keep of ids and columns.
         max_waiting: searches at once; one more is refused.
+        ring_device: ``cuda:N`` where vectors are handed over in a ring on it (`device_ring`); None sends their bytes.
         say: hears of a new generation and of trouble: an event's name and its values.
     """
 
@@ -75,10 +77,14 @@ class SearchClient:
         cache_bytes: int,
         max_waiting: int,
         say: Callable[..., None],
+        ring_device: str | None = None,
     ) -> None:
         self._command = [sys.executable, "-m", "pipeline.serving.search_process", output]
         self._command += ["--poll-s", str(poll_s), "--cache-bytes", str(cache_bytes)]
+        self._command += ["--rings"] if ring_device is not None else []
         self._fingerprint, self._max_waiting, self._say = fingerprint, max_waiting, say
+        self._ring_device = ring_device
+        self._told_ring = self._lost_ring = ""
         self._waiting: dict[int, asyncio.Future[tuple[dict[str, Any], bytes]]] = {}
         self._number = 0
         self._rate_s = 0.0
@@ -91,6 +97,8 @@ class SearchClient:
         """What is known of the generation that is searched; None while there is none."""
         self.trouble = "the index is still being opened"
         self.restarts = 0
+        self.by_ring = self.ring_gone = 0
+        """Searches whose vectors came out of a ring, and those for which they were not there any more."""
 
     async def start(self) -> None:
         """Start the process, and wait until it has opened the index or said why it cannot."""
@@ -105,6 +113,7 @@ class SearchClient:
         columns: Sequence[str] | None,
         where: str | None = None,
         deadline: float,
+        in_ring: InRing | None = None,
     ) -> Hits:
         """The ``k`` nearest rows of each query.
 
@@ -114,6 +123,7 @@ class SearchClient:
             columns: carried columns to bring; None brings all.
             where: which rows may be found, see `pipeline.filters`.
             deadline: on the loop's clock.
+            in_ring: where these vectors are on the device, too; they are taken from there while they are.
 
         Raises:
             NotSearchable, SearchDown, Overloaded, DeadlineExceeded.
@@ -122,25 +132,47 @@ class SearchClient:
         if len(self._waiting) >= self._max_waiting:
             wait_s = max(0.1, self._rate_s * len(self._waiting))
             raise Overloaded(wait_s, f"{len(self._waiting)} searches are waiting")
+        request: dict[str, Any] = {"deadline": deadline, "n": len(vectors), "k": k, "columns": columns, "where": where}
+        if in_ring is not None and self._ring_device is not None and in_ring.ring.name != self._lost_ring:
+            answer, found = await self._ask({**request, **self._in(in_ring)}, in_ring.numbers.tobytes(), deadline)
+            if answer["event"] != "gone":
+                self.by_ring += 1
+                return self._hits(answer, found)
+            self._gone(in_ring, answer)
+            self._check_index()  # another process may be needed now
+        answer, found = await self._ask(request, np.ascontiguousarray(vectors, dtype=np.float32).tobytes(), deadline)
+        return self._hits(answer, found)
+
+    async def _ask(self, request: dict[str, Any], data: bytes, deadline: float) -> tuple[dict[str, Any], bytes]:
         assert self._process is not None and self._process.stdin is not None
         self._number += 1
-        number, future = self._number, asyncio.get_running_loop().create_future()
-        request: dict[str, Any] = {"id": number, "deadline": deadline, "n": len(vectors), "k": k}
-        request |= {"columns": columns, "where": where}
+        number = self._number
+        future: asyncio.Future[tuple[dict[str, Any], bytes]] = asyncio.get_running_loop().create_future()
         self._waiting[number] = future
         try:
             async with asyncio.timeout_at(deadline):
-                data = np.ascontiguousarray(vectors, dtype=np.float32).tobytes()
-                self._process.stdin.write(frames.pack(request, data))
+                self._process.stdin.write(frames.pack({"id": number, **request}, data))
                 await self._process.stdin.drain()
-                answer, found = await future
+                return await future
         except TimeoutError:
             raise DeadlineExceeded("the deadline passed before the index was searched") from None
         except (ConnectionError, RuntimeError):  # the pipe is closed: it died a moment ago
             raise SearchDown("the search process died; try again") from None
         finally:
             self._waiting.pop(number, None)
-        return self._hits(answer, found)
+
+    def _in(self, in_ring: InRing) -> dict[str, Any]:
+        """The ring's name, and once how to open it: requests are answered in the order they are sent."""
+        ring = in_ring.ring
+        opens = {"open": asdict(ring)} if ring.name != self._told_ring else {}
+        self._told_ring = ring.name
+        return {"ring": ring.name, **opens}
+
+    def _gone(self, in_ring: InRing, answer: dict[str, Any]) -> None:
+        self.ring_gone += 1
+        if answer["for_good"] and self._lost_ring != in_ring.ring.name:
+            self._lost_ring = in_ring.ring.name
+            self._say("ring_lost", message=answer["message"])
 
     def _hits(self, answer: dict[str, Any], found: bytes) -> Hits:
         match answer["event"]:
@@ -188,9 +220,11 @@ class SearchClient:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             # FAISS' threads would spin between two searches, on cores that the encoder needs.
-            env={**child_environment(threads), "CUDA_VISIBLE_DEVICES": "", "OMP_WAIT_POLICY": "PASSIVE"},
+            # It sees a GPU, the encoder's as the first one, only where vectors come from there.
+            env={**child_environment(threads), **_visible(self._ring_device or "cpu"), "OMP_WAIT_POLICY": "PASSIVE"},
             start_new_session=True,
         )
+        self._told_ring = ""
         assert self._process.stdout is not None and self._process.stderr is not None
         errors = asyncio.create_task(self._read_errors(self._process.stderr))
         try:

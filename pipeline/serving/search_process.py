@@ -1,15 +1,20 @@
-"""The process that searches: ``python -m pipeline.serving.search_process OUTPUT``. FAISS lives here, torch never.
+"""The process that searches: ``python -m pipeline.serving.search_process OUTPUT``. FAISS lives here, a model never.
 
 It answers one request at a time and meanwhile looks for a new generation of the index; that is opened beside the old
 one and takes its place between two requests, so none is dropped. While both are open, both are in memory. A generation
 that cannot be opened is reported once and tried again; the old one goes on answering.
 
+With ``--rings`` vectors may come out of the encoder process' memory on the device instead of the request
+(`device_ring`); torch is loaded only then, to read it. One ring is open at a time, the one that was told last.
+
 When stdin ends the server is gone and the process exits at once.
 
     requests   {id, deadline, n, k, columns, where} + (n, dim) float32
+               {…, ring} + (n,) int64 numbers in that ring; {…, ring, open}: which is to be opened first
     answers    hits {id, generation, seconds, warnings} + JSON, a list of hits a query
                refused {id, message} · expired {id} · failed {id, message, trace}
                none {id, message}: there is no index yet, or it is about to be replaced
+               gone {id, message, for_good}: the ring has not got the vectors any more; ask with their bytes
                index {generation, ntotal, dim, factory, …}: opened · trouble {message}: one could not be opened
 """
 
@@ -38,6 +43,7 @@ from pipeline.errors import ConfigError, EmbedCorpusError, one_line
 from pipeline.rows import by_group, group_starts
 from pipeline.search import CorpusIndex, SearchResult, StaleShard, open_index
 from pipeline.serving import frames
+from pipeline.serving.device_ring import OpenedRing, Ring, RingGone
 from pipeline.storage import Storage, open_output
 
 MAX_FILES = 10_000  # whose row groups' sizes are remembered
@@ -239,6 +245,7 @@ class Searcher:
     def __init__(self, output: str, poll_s: float, cache_bytes: int, requests: BinaryIO, answers: BinaryIO) -> None:
         self._requests, self._answers = requests, answers
         self._writing = threading.Lock()
+        self._ring: OpenedRing | None = None
         self._watcher = Watcher(open_output(output), poll_s, cache_bytes, self._say)
 
     def run(self) -> None:
@@ -260,7 +267,7 @@ class Searcher:
             return
         began = time.perf_counter()
         try:
-            vectors = np.frombuffer(data, dtype=np.float32).reshape(request["n"], -1)
+            vectors = self._vectors(request, data)
             with self._watcher.lock:
                 served = self._watcher.served
                 if served is None:
@@ -270,6 +277,8 @@ class Searcher:
                 about = {"generation": generation(served.info), "warnings": found.warnings}
             hits = orjson.dumps(found.to_list(), default=str, option=orjson.OPT_NON_STR_KEYS)
             self._say("hits", hits, id=number, seconds=time.perf_counter() - began, **about)
+        except RingGone as gone:
+            self._say("gone", id=number, message=str(gone), for_good=gone.for_good)
         except StaleShard as error:
             self._say("none", id=number, message=one_line(error))
         except ConfigError as error:
@@ -277,6 +286,20 @@ class Searcher:
         except Exception as error:
             message = f"{type(error).__name__}: {one_line(error)}"
             self._say("failed", id=number, message=message, trace=traceback.format_exc())
+
+    def _vectors(self, request: dict[str, Any], data: bytes) -> Vectors:
+        """(n, dim) float32, from the request or from the ring that it names; RingGone where that has not got them."""
+        name: str | None = request.get("ring")
+        if name is None:
+            return np.frombuffer(data, dtype=np.float32).reshape(request["n"], -1)
+        if "open" in request:
+            if self._ring is not None:
+                self._ring.close()
+                self._ring = None
+            self._ring = OpenedRing(Ring(**request["open"]))
+        if self._ring is None or self._ring.name != name:
+            raise RingGone("another ring is open", for_good=False)
+        return self._ring.take(np.frombuffer(data, dtype=np.int64))
 
     def _say(self, event: str, data: bytes = b"", **values: Any) -> None:
         with self._writing:
@@ -305,9 +328,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("output")
     parser.add_argument("--poll-s", type=float, default=2.0)
     parser.add_argument("--cache-bytes", type=int, default=256 << 20)
+    parser.add_argument("--rings", action="store_true")
     options = parser.parse_args(arguments)
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a library prints must not get between the answers
+    if options.rings:
+        # Now, and not in the middle of a search; and before FAISS, which shares its OpenMP then.
+        import torch  # noqa: F401
     with contextlib.suppress(BrokenPipeError):
         Searcher(options.output, options.poll_s, options.cache_bytes, sys.stdin.buffer, answers).run()
     os._exit(0)  # the watcher may be in the middle of a long read

@@ -68,7 +68,12 @@ class SearchRoutes:
         began = time.perf_counter()  # the loop's own clock has whole milliseconds
         try:
             hits = await service.search.search(
-                vectors, k=body.k, columns=body.columns, where=body.filter, deadline=exchange.deadline
+                vectors,
+                k=body.k,
+                columns=body.columns,
+                where=body.filter,
+                deadline=exchange.deadline,
+                in_ring=exchange.in_ring,
             )
         finally:
             exchange.stages["search"] = time.perf_counter() - began

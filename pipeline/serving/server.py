@@ -95,6 +95,7 @@ async def _serve(output: str | None, settings: ServeSettings, listener: socket.s
             poll_s=settings.index_poll_s,
             cache_bytes=settings.index_cache_bytes,
             max_waiting=settings.max_concurrent_requests,
+            ring_device=engine.info.device if settings.enable_gpu_ipc else None,
             say=log.event,
         )
         await search.start()

@@ -141,6 +141,7 @@ class Service:
         exchange.stages.update(embedded.seconds)
         exchange.num_texts, exchange.num_tokens = len(texts), int(embedded.num_tokens.sum())
         exchange.lane, exchange.answered_by = embedded.lane, self.settings.service_name
+        exchange.in_ring = embedded.in_ring
         return embedded.vectors
 
     async def _from_another(self, exchange: Exchange, texts: list[str], truncate: bool) -> Vectors | None:
@@ -199,6 +200,9 @@ class Service:
             index = self.search.index
             yield gauge("index_vectors", "Vectors that are searched", index["ntotal"] if index else 0)
             yield counter("search_restarts", "Times that the search process was replaced", self.search.restarts)
+            if self.settings.enable_gpu_ipc:
+                yield counter("search_by_ipc", "Searches with vectors that stayed on the device", self.search.by_ring)
+                yield counter("search_ipc_gone", "Searches that had to send theirs after all", self.search.ring_gone)
         if self.fallback is not None:
             admitted = {member.name: float(member.admitted) for member in self.fallback.members}
             yield gauges("fallback_admitted", "Whether its vectors are ours", "upstream", admitted)

@@ -39,14 +39,21 @@ class ServeSettings(HttpSettings):
         10.0, ge=0, description="a batch waits at most so long to fill up behind one that is being computed"
     )
     enable_gpu_ipc: bool = Field(
-        False, description="hand embeddings to the search process by CUDA IPC; needs a CUDA device"
+        False,
+        description="hand embeddings from the encoder to the search process by CUDA IPC; needs a CUDA device, and a "
+        "context on it for the search process, too",
+    )
+    cuda_graphs: bool = Field(
+        True,
+        description="on a GPU, compute a single text of up to 128 tokens by kernels that were recorded at the start, "
+        "where they give the same vectors; ignored on a CPU",
     )
     max_batch_tokens: int | None = Field(
         None, ge=1, description="tokens computed at once; default: 512 on a CPU, 16,384 on a GPU"
     )
     max_concurrent_requests: int = Field(512, ge=1, description="calls that are in work or wait, all together")
     max_queue_tokens: int | None = Field(
-        None, ge=1, description="tokens that may wait; default: what is computed in half of --request-timeout-ms"
+        None, ge=1, description="tokens that may wait; default: what is computed in half of request_timeout_ms"
     )
     request_timeout_ms: float = Field(10_000, gt=0, description="deadline of a call that brings none")
     query_lane: QueryLane = Field(
