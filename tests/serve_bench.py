@@ -21,8 +21,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import psutil
@@ -57,6 +58,7 @@ TEXT = (
     "learn mathematics number theory and old music with strings during winter near open water"
 )
 WORDS = TEXT.split()
+NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 
 def query(rng: random.Random) -> str:
@@ -96,11 +98,11 @@ class Client:
     def __exit__(self, *_: object) -> None:
         self._connection.close()
 
-    def embed(self, inputs: str | list[str]) -> tuple[int, bytes, float]:
+    def embed(self, inputs: str | list[str], headers: Mapping[str, str] = NO_HEADERS) -> tuple[int, bytes, float]:
         """Status, body and seconds of one call."""
         body = json.dumps({"inputs": inputs})
         start = time.perf_counter()
-        self._connection.request("POST", "/embed", body, {"content-type": "application/json"})
+        self._connection.request("POST", "/embed", body, {"content-type": "application/json", **headers})
         answer = self._connection.getresponse()
         content = answer.read()
         return answer.status, content, time.perf_counter() - start
