@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from filelock import FileLock
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["EMBED_CORPUS_NO_TUNING"] = "1"  # a few seconds for each machine, and budgets must not vary between runs
@@ -59,16 +61,28 @@ def command(tmp_path: Path) -> RunCommand:
 
 @pytest.fixture(scope="session")
 def sample_run(tmp_path_factory: pytest.TempPathFactory, model_dir: str) -> SampleRun:
-    """The sample job with the real model, in a folder of its own: (that folder, the finished process)."""
-    folder = tmp_path_factory.mktemp("sample")
+    """The sample job with the real model, in a folder of its own: (that folder, the finished process).
+
+    All processes of a parallel test run share one, as it takes a while: read it or copy it.
+    """
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "sample"
+    finished = folder / "finished.json"
+    with FileLock(f"{folder}.lock"):
+        if not finished.exists():
+            done = run_sample(folder, model_dir)
+            finished.write_text(json.dumps([done.args, done.returncode, done.stdout, done.stderr]))
+    return folder, subprocess.CompletedProcess(*json.loads(finished.read_text()))
+
+
+def run_sample(folder: Path, model_dir: str) -> subprocess.CompletedProcess[str]:
     shutil.copytree(SAMPLE_DATA, folder / "sample_data")
     (folder / "models").mkdir()
     (folder / "models" / "all-MiniLM-L6-v2").symlink_to(model_dir)
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, "-m", "cli", "run", "--job", str(ROOT / "jobs" / "sample.yaml"), "--json"],
         cwd=folder, capture_output=True, text=True, timeout=180, env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
-    return folder, done
 
 
 def write_shard(path: Path, texts: list[Any], ids: list[Any] | None = None, **options: Any) -> Path:

@@ -344,7 +344,7 @@ def test_memory_of_the_onnx_process_does_not_grow_with_ever_new_shapes(cached: P
         await lane.send(ids, np.array([256, 256], np.int32), 0)  # the most that is ever needed
         await batches(100)
         before = process.memory_info().rss
-        await batches(300)
+        await batches(150)
         assert process.memory_info().rss - before < 8 << 20
 
     serve(model_dir, check, query_lane="onnx")

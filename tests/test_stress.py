@@ -1,4 +1,4 @@
-"""Two hundred kills, anywhere in the tree of processes, at any moment: the end state is that of an undisturbed run."""
+"""Kills, anywhere in the tree of processes, at any moment: the end state is that of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from pipeline.verify import verify
 from tests.conftest import ROOT, read_output, write_shard
 from tests.test_run import digests, embed
 
-KILLS = 200
+KILLS = int(os.environ.get("KILLS", "60"))
+"""Each takes most of a second; 200 once a change touches the ledger, the pool or the writer."""
 
 
 @pytest.mark.slow
-def test_two_hundred_kills_leave_the_bytes_of_an_undisturbed_run(tmp_path: Path, model_dir: str) -> None:
+def test_many_kills_leave_the_bytes_of_an_undisturbed_run(tmp_path: Path, model_dir: str) -> None:
     rng = random.Random(5)
     for number in range(60):
         texts = ["".join(rng.choices("abcdefg h", k=rng.randrange(1, 60))) for _ in range(30)]
