@@ -3,7 +3,7 @@
     own answers   16 clients ask for 1 to 32 texts of mixed lengths at once; each vector is compared with the same
                   text's computed alone
     overload      requests of 16 texts come five times as fast as they can be computed, whether the ones before were
-                  answered or not; nothing is asked again
+                  answered or not; nothing is asked again. In each of ``--rounds`` the peak is measured first
     memory        32 clients with single queries, for ``--minutes``; resident memory of all processes every half minute
 
 It prints one line a figure. Leave the machine alone meanwhile.
@@ -17,6 +17,7 @@ import collections
 import contextlib
 import json
 import random
+import statistics
 import sys
 import threading
 import time
@@ -168,7 +169,8 @@ def overload(port: int, times: float, seconds: float) -> Overload:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output")
-    parser.add_argument("--seconds", type=float, default=20, help="of each part of the overload")
+    parser.add_argument("--rounds", type=int, default=5, help="of peak and overload")
+    parser.add_argument("--seconds", type=float, default=10, help="of each part of a round")
     parser.add_argument("--minutes", type=float, default=10, help="of watching the memory")
     options = parser.parse_args()
     [port] = free_ports(1)
@@ -176,11 +178,13 @@ def main() -> None:
         command = [sys.executable, "-m", "cli", "serve", options.output, "--port", str(port)]
         process = stack.enter_context(server(command, port))
         print(f"own answers  largest |difference| {own_answers(port, 16, 20):.1e} (16 clients, 320 requests)")
-        found = overload(port, 5, options.seconds)
-        statuses = ", ".join(f"{status}: {count:,}" for status, count in found.statuses.items())
-        print(f"overload     {found.offered:,.0f} texts/s asked for, {found.peak:,.0f} can be computed")
-        print(f"             {found.served:,.0f} computed ({found.served / found.peak:.0%} of the peak)")
-        print(f"             {percentiles(found.seconds)}, longest {max(found.seconds):.2f} s; {statuses}")
+        for found in (rounds := [overload(port, 5, options.seconds) for _ in range(options.rounds)]):
+            statuses = ", ".join(f"{status}: {count:,}" for status, count in found.statuses.items())
+            print(f"overload     {found.offered:,.0f} texts/s asked for, {found.peak:,.0f} can be computed")
+            print(f"             {found.served:,.0f} computed ({found.served / found.peak:.0%} of the peak)")
+            print(f"             {percentiles(found.seconds)}, longest {max(found.seconds):.2f} s; {statuses}")
+        shares = sorted(found.served / found.peak for found in rounds)
+        print(f"             median {statistics.median(shares):.0%} [{shares[0]:.0%}, {shares[-1]:.0%}] of the peak")
         end = time.monotonic() + 60 * options.minutes
         sizes = [resident_mb(process)]
         rates = []
