@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from pipeline.errors import ConfigError
-from pipeline.records import EncoderSettings
+from pipeline.records import EncoderSettings, Tokens
 from pipeline.serving.engine import Embedded, Engine, EngineInfo
 from pipeline.serving.errors import (
     Cancelled,
@@ -212,6 +212,40 @@ def test_a_full_queue_refuses_one_text_and_a_list_alike_and_says_when_to_come_ba
         waiting.append(ask(engine, "c" * 20))
         go.set()
         await asyncio.gather(*waiting)
+
+    asyncio.run(main())
+
+
+def test_while_the_queue_is_full_a_call_no_smaller_is_refused_without_tokenizing_it() -> None:
+    async def main() -> None:
+        lane = FakeLane()
+        engine = engine_of(lane, max_queue_tokens=50)
+        seen: list[list[str]] = []
+        encode = engine._tokenizer.encode
+
+        def noted(texts: list[str]) -> Tokens:
+            seen.append(texts)
+            return encode(texts)
+
+        engine._tokenizer.encode = noted  # type: ignore[method-assign, assignment]
+        go = lane.hold()
+        waiting = [ask(engine, "a" * 30)]
+        await until(lambda: lane.batches == 1)
+        waiting.append(ask(engine, "b" * 30))
+        await until(lambda: engine.stats.queue_tokens == 30)
+        seen.clear()
+        for texts in (["c" * 25], ["c" * 25], ["c" * 13] * 2, ["c" * 40]):
+            with pytest.raises(Overloaded, match="30 tokens are waiting"):
+                await ask(engine, *texts)
+        assert seen == [["c" * 25]]
+        waiting.append(ask(engine, "d" * 20))  # a smaller one is looked at, and fits
+        await until(lambda: engine.stats.queue_tokens == 50)
+        with pytest.raises(Overloaded, match="50 tokens"):
+            await ask(engine, "c" * 25)
+        go.set()
+        await asyncio.gather(*waiting)
+        await ask(engine, "c" * 25)  # and the queue that became shorter takes it
+        assert seen == [["c" * 25], ["d" * 20], ["c" * 25]]
 
     asyncio.run(main())
 

@@ -249,6 +249,7 @@ class Engine:
         self._plain: tokenizers.Tokenizer | None = None
         self.stats = EngineStats(self)
         self._down_since: float | None = None
+        self._refused: _Refused | None = None
         for lane in self._lanes:
             lane.on_change = self._lane_changed
 
@@ -362,6 +363,9 @@ class Engine:
             raise EngineDown("the server is going down")
         if self._active >= self._settings.max_concurrent_requests:
             raise self._overloaded(f"{self._active} calls are in work")
+        num_chars = sum(map(len, texts)) + len(texts) * len(prompt)
+        if self._refused is not None and self._refused.covers(self._queue, len(texts), num_chars):
+            raise self._overloaded(f"{self._queue.tokens} tokens are waiting")
         self._active += 1
         call: _Call | None = None
         try:
@@ -371,7 +375,7 @@ class Engine:
                 self._check(tokens, truncate)
                 call = self._call(tokens, prompt, lane, deadline, cancelled)
                 if call.missing:
-                    self._wait(call)
+                    self._wait(call, num_chars)
                     await call.done
         except TimeoutError:
             raise DeadlineExceeded("the deadline passed before all of it was computed") from None
@@ -446,7 +450,7 @@ class Engine:
         self._down_since = None if is_up else asyncio.get_running_loop().time()
         self._pump()
 
-    def _wait(self, call: _Call) -> None:
+    def _wait(self, call: _Call, num_chars: int) -> None:
         now = asyncio.get_running_loop().time()
         if self._down_since is not None and now - self._down_since > DOWN_S:
             words = "; ".join(lane.last_words for lane in self._lanes if lane.last_words)
@@ -454,6 +458,7 @@ class Engine:
         try:
             self._queue.put(call, now)
         except QueueFull as error:
+            self._refused = _Refused(self._queue.room, len(call.lengths), num_chars)
             raise self._overloaded(str(error)) from None
         self._pump()
 
@@ -520,6 +525,28 @@ class Engine:
 
     def _waiting(self) -> list[_Call]:
         return [call for call in self._queue.requests() if isinstance(call, _Call)]
+
+
+@dataclass(frozen=True)
+class _Refused:
+    """A call that did not fit into the queue.
+
+    Under overload most calls are refused, and tokenizing them first took two thirds of what the server process did,
+    from the cores that compute. So while the queue has no more room, a call that is no smaller is refused unseen.
+
+    Attributes:
+        room: tokens that the queue had left.
+        num_texts, num_chars: of the call, prompts included.
+    """
+
+    room: int
+    num_texts: int
+    num_chars: int
+
+    def covers(self, queue: RequestQueue, num_texts: int, num_chars: int) -> bool:
+        """An empty queue takes any call."""
+        is_full = len(queue) > 0 and queue.room <= self.room
+        return is_full and num_texts >= self.num_texts and num_chars >= self.num_chars
 
 
 @dataclass(frozen=True)

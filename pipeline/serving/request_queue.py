@@ -145,6 +145,11 @@ class RequestQueue:
     def tokens(self) -> int:
         return sum(lane.tokens for lane in self._lanes.values())
 
+    @property
+    def room(self) -> int:
+        """Tokens that fit beside what waits; negative once the limit was lowered or a call larger than all came."""
+        return self.limits.max_queue_tokens - self.tokens
+
     def requests(self) -> list[Request]:
         return [request for lane in self._lanes.values() for request in lane.requests]
 
@@ -156,7 +161,7 @@ class RequestQueue:
         """
         if len(self) >= self.limits.max_requests:
             raise QueueFull(f"{len(self)} calls are waiting")
-        if len(self) and self.tokens + request.tokens_left > self.limits.max_queue_tokens:
+        if len(self) and request.tokens_left > self.room:
             raise QueueFull(f"{self.tokens} tokens are waiting")
         request.arrived = now
         self._lanes[request.lane].add(request)
