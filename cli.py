@@ -203,7 +203,7 @@ def index_command(
     as_json: Json = False,
     progress: Progress = "auto",
 ) -> None:
-    """Build or update the index of DIR from its committed shards."""
+    """Build or update the index of DIR from its committed shards. Options not given are those of its run."""
     stop_on_sigterm()
     with errors():
         from pipeline.bench import check_plot
@@ -216,14 +216,17 @@ def index_command(
 
         if plot is not None:
             check_plot(plot)
-        options = IndexOptions(
-            index or "auto",
-            0.95 if min_recall is None else min_recall,
-            parse_size(max_index_ram) if max_index_ram else None,
-            max_latency_ms,
-            metric,  # type: ignore[arg-type]  # checked there
-        )
         output = open_output(directory)
+        told = read_run(output).get("config", {})
+        asked = "auto" if told.get("index") in (None, "none") else told["index"]
+        ram = max_index_ram or told.get("max_index_ram")
+        options = IndexOptions(
+            index or asked,
+            told.get("min_recall", 0.95) if min_recall is None else min_recall,
+            parse_size(ram) if ram else None,
+            told.get("max_latency_ms") if max_latency_ms is None else max_latency_ms,
+            told.get("metric") if metric is None else metric,  # type: ignore[arg-type]  # checked there
+        )
         document = build_index(output, options, make_display(progress))
         expected, found = read_run(output).get("input", {}).get("shards", 0), len(document["shards"])
         if found < expected:

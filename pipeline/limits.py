@@ -70,7 +70,7 @@ class Meter:
         if limits.max_tokens is not None and self.tokens >= limits.max_tokens:
             return f"--max-tokens {limits.max_tokens:,} is reached ({self.tokens:,} computed)"
         if limits.max_cost is not None and cost >= limits.max_cost:
-            return f"--max-cost {limits.max_cost:,.2f} is reached"
+            return f"--max-cost {limits.max_cost:,.10g} is reached"
         if limits.max_hours is not None and self.hours >= limits.max_hours:
             return f"--max-hours {limits.max_hours:g} is reached"
         return ""

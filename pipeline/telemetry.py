@@ -236,7 +236,9 @@ class RunReport:
 
     def sentence(self) -> str:
         """The whole run in one line."""
-        if not self.shards_done and not self.shards_failed and not self.shards_pruned:
+        if not self.shards_done and not self.shards_failed and not self.shards_pruned and not self.stopped:
+            if not self.shards_skipped:
+                return f"Nothing to do: no shard of {self.output} is this one's."
             return f"Nothing to do: all {self.shards_skipped} shards of {self.output} are finished."
         parts = [f"{self.shards_done} of {self.shards_total} shards", f"{self.counts.rows_out:,} vectors of {self.dim}"]
         if self.counts.quarantined:

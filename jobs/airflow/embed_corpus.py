@@ -40,6 +40,8 @@ STOP_S = 30  # a run ends within 20 s of SIGTERM
 EXIT_DATA, EXIT_STOPPED, NO_RETRY = 65, 75, (2, 65, 78)
 
 TEXT, COUNT, AMOUNT = ["null", "string"], ["null", "integer"], ["null", "number"]
+FOLDER = Path(__file__).resolve().parent.parent.parent  # of the repository, where this file lies in one
+COMMAND = FOLDER / ".venv" / "bin" / "embed-corpus"
 PARAMS = {
     "job": Param("jobs/sample.yaml", type="string", description="Job file; on Kubernetes with paths as pods see them."),
     "input": Param(None, type=TEXT, description="In place of the job file's."),
@@ -57,10 +59,12 @@ PARAMS = {
     "max_cost": Param(None, type=AMOUNT, exclusiveMinimum=0, description="Of all tasks or pods together, a try."),
     "max_tokens": Param(None, type=COUNT, minimum=1, description="Of all tasks together, a try; not on Kubernetes."),
     "max_hours": Param(None, type=AMOUNT, exclusiveMinimum=0, description="Of the embedding, a try."),
-    "folder": Param(
-        str(Path(__file__).resolve().parents[2]), type="string", description="On the workers: where paths begin."
+    "folder": Param(str(FOLDER), type="string", description="On the workers: where paths begin."),
+    "command": Param(
+        str(COMMAND) if COMMAND.exists() else "embed-corpus",
+        type="string",
+        description="A path, or a name on the PATH.",
     ),
-    "command": Param(".venv/bin/embed-corpus", type="string", description="A path, or a name on the PATH."),
     "manifests": Param(
         "embed-corpus.yaml",
         type="string",
