@@ -168,6 +168,21 @@ def test_the_index_command_builds_what_was_asked(sample_run: SampleRun, command:
     assert document["recall_at_10"]["value"] >= 0.95
 
 
+def test_the_index_command_takes_the_options_of_the_run(
+    sample_run: SampleRun, command: RunCommand, tmp_path: Path
+) -> None:
+    shutil.copytree(sample_run[0] / "out" / "sample", tmp_path / "out")
+    run = json.loads((tmp_path / "out" / "run.json").read_text())
+    run["config"].update(index="IVF8,Flat", min_recall=2)
+    (tmp_path / "out" / "run.json").write_text(json.dumps(run))
+    refused = command("index", "out")
+    assert refused.returncode == 78 and "--min-recall" in refused.stderr
+    document = json.loads(command("index", "out", "--min-recall", "0.5", "--json").stdout)
+    assert document["factory"] == "IVF8,Flat"
+    document = json.loads(command("index", "out", "--index", "IVF9,Flat", "--min-recall", "0.5", "--json").stdout)
+    assert document["factory"] == "IVF9,Flat"
+
+
 def test_a_bad_shard_gives_65_and_its_name(command: RunCommand, model_dir: str, tmp_path: Path) -> None:
     write_shard(tmp_path / "in" / "good.parquet", ["one", "two"])
     (tmp_path / "in" / "bad.parquet").write_bytes(b"not parquet")

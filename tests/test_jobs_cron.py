@@ -118,6 +118,17 @@ def test_a_killed_run_releases_the_lock(job: Path, tmp_path: Path) -> None:
     assert len(Ledger(str(job.parent / "out")).commits()) == SHARDS
 
 
+def test_a_command_that_is_not_there_is_told_with_what_to_set(job: Path, tmp_path: Path) -> None:
+    script = tmp_path / "jobs" / "cron" / "embed-corpus"  # beside no .venv
+    script.parent.mkdir(parents=True)
+    shutil.copy(SCRIPT, script)
+    nothing = subprocess.run(
+        ["/bin/bash", script, job], env={"HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}, capture_output=True, text=True
+    )
+    assert nothing.returncode == 78
+    assert "set EMBED_CORPUS_BIN to its folder" in nothing.stderr
+
+
 def test_old_logs_are_removed_and_nothing_else(job: Path) -> None:
     logs = job.parent / "logs"
     logs.mkdir()

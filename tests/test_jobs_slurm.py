@@ -119,6 +119,19 @@ def test_a_wrong_job_file_fails_the_tasks_and_is_not_requeued(slurm: tuple[Clust
 
 
 @needs_slurm
+def test_a_limit_of_the_job_file_ends_the_tasks_and_does_not_begin_anew(slurm: tuple[Cluster, Path], job: Path) -> None:
+    made, commands = slurm
+    command_with_the_stand_in(commands)
+    job.write_text(job.read_text() + "max-tokens: 1\n")
+    array, finish = submitted(made, job, 2)
+    made.wait_for(lambda: made.states(finish).get("") == "FAILED")
+    assert set(made.states(array).values()) == {"FAILED"}
+    assert "--max-tokens 1 is reached" in logs(job)[f"embed-corpus-{array}-0.log"]
+    assert "requeued" not in "".join(logs(job).values())
+    assert len(Ledger(str(job.parent / "out")).commits()) < 6
+
+
+@needs_slurm
 def test_more_tasks_than_the_cluster_allows_are_refused(slurm: tuple[Cluster, Path], job: Path) -> None:
     made, _ = slurm
     done = subprocess.run(

@@ -101,6 +101,15 @@ def test_the_same_command_again_does_nothing(corpus: Path, tmp_path: Path, model
     assert file_times(tmp_path / "out") == before
 
 
+def test_a_run_that_was_stopped_before_its_first_shard_does_not_say_that_all_is_done() -> None:
+    assert (
+        RunReport("out", shards_total=3, shards_skipped=1, stopped="--max-cost 1 is reached")
+        .sentence()
+        .startswith("0 of 3 shards")
+    )
+    assert "no shard" in RunReport("out").sentence()
+
+
 def file_times(folder: Path) -> dict[Path, int]:
     """Of all but the lock, and the note that a run leaves however little it did."""
     files = (path for path in folder.rglob("*") if path.is_file() and path.name != ".lock")
