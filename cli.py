@@ -207,6 +207,7 @@ def index_command(
     stop_on_sigterm()
     with errors():
         from pipeline.bench import check_plot
+        from pipeline.errors import ConfigError
         from pipeline.index_choice import IndexOptions, parse_size
         from pipeline.index_plot import plot as write_plot
         from pipeline.ledger import read_run
@@ -216,6 +217,8 @@ def index_command(
 
         if plot is not None:
             check_plot(plot)
+        if index is not None and index.strip().lower() in ("", "none"):
+            raise ConfigError(f"--index '{index}': nothing to build; expected auto or a factory such as IVF1024,SQ8")
         output = open_output(directory)
         told = read_run(output).get("config", {})
         asked = "auto" if told.get("index") in (None, "none") else told["index"]
@@ -227,7 +230,7 @@ def index_command(
             told.get("max_latency_ms") if max_latency_ms is None else max_latency_ms,
             told.get("metric") if metric is None else metric,  # type: ignore[arg-type]  # checked there
         )
-        document = build_index(output, options, make_display(progress))
+        document = build_index(output, options, make_display(progress), thorough=True)
         expected, found = read_run(output).get("input", {}).get("shards", 0), len(document["shards"])
         if found < expected:
             warn(f"{expected - found} of {expected} shards are not finished and not indexed")

@@ -176,15 +176,16 @@ class Corpus:
     def id_field(self) -> pa.Field:
         """Name and type of the ids, the first column of every file, once all files are as committed.
 
-        A key that changes its type from file to file is another key.
+        A key that changes its type from file to file is another key; one that is null in all rows has none.
         """
         first = None
         for file in self.files:
             with self.open(file) as parquet:
                 found = parquet.schema_arrow.field(0)
             kind = found.type.value_type if pa.types.is_dictionary(found.type) else found.type
-            first = first or pa.field(found.name, kind)
-            if (found.name, kind) != (first.name, first.type):
+            if first is None or (pa.types.is_null(first.type) and found.name == first.name):
+                first = pa.field(found.name, kind)
+            if found.name != first.name or not (kind == first.type or pa.types.is_null(kind)):
                 raise IndexingError(
                     f"{self.store.location(file.path)}: the id column is {found.name!r} ({kind}), but {first.name!r} "
                     f"({first.type}) in {self.files[0].path}; give all shards one name and type"

@@ -31,6 +31,8 @@ from numpy.typing import NDArray
 from pipeline.config import nearest
 from pipeline.errors import ConfigError
 
+MAX_DIGITS = 40
+"""More than any integer column holds."""
 COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
     "=": operator.eq,
     "==": operator.eq,
@@ -268,6 +270,8 @@ def _scalar(token: _Token, kind: pa.DataType) -> pa.Scalar:
             raise TypeError("a number")
         if pa.types.is_integer(kind):
             number = Decimal(token.text)
+            if number.adjusted() > MAX_DIGITS:  # the whole number of 1e999999 takes minutes to write out
+                raise ValueError("too large")
             if number != int(number):
                 raise ValueError("a fraction")
             return pa.scalar(int(number), kind)

@@ -122,7 +122,10 @@ def parse_size(text: str) -> int:
     unit = UNITS.get(found[2].upper()) if found else None
     if found is None or unit is None:
         raise ConfigError(f"--max-index-ram {text}: expected a size such as 8GB, 500MB or 2GiB")
-    return round(float(found[1]) * unit)
+    size = float(found[1]) * unit
+    if size >= 1 << 63:
+        raise ConfigError(f"--max-index-ram {text[:40]}: expected a size such as 8GB, 500MB or 2GiB")
+    return round(size)
 
 
 def index_options(config: RunConfig) -> IndexOptions | None:

@@ -5,6 +5,7 @@ A large sample stays in half precision: k-means decodes as much of it as it look
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -24,13 +25,27 @@ def made(factory: str, dim: int, metric: str = INNER_PRODUCT) -> Any:
     Raises:
         ConfigError: FAISS does not know the factory, or not for this many dimensions.
     """
+    if re.search(r"(^|,)_?(IVF|HNSW|PQ|NSG|IMI)0+(?!\d)", factory):  # FAISS ends the process, or keeps nothing
+        raise ConfigError(f"--index {factory}: nothing can be of size 0; expected a factory string such as IVF1024,SQ8")
     try:
-        return load_faiss().index_factory(dim, factory, faiss_metric(metric))
+        index = load_faiss().index_factory(dim, factory, faiss_metric(metric))
+        _without_polysemous(index)
+        return index
     except RuntimeError as error:
         raise ConfigError(
             f"--index {factory}: FAISS cannot make it for {dim} dimensions ({faiss_reason(error)}); expected "
             "auto or a factory string such as IVF1024,SQ8"
         ) from error
+
+
+def _without_polysemous(index: Any) -> None:
+    """Nothing here searches by Hamming distances, and to prepare for it takes PQ most of its training."""
+    faiss = load_faiss()
+    while index is not None:
+        index = faiss.downcast_index(index)
+        if hasattr(index, "do_polysemous_training"):
+            index.do_polysemous_training = False
+        index = getattr(index, "index", None)
 
 
 def trained(choice: Choice, sample: Sampled, metric: str = INNER_PRODUCT) -> Any:

@@ -21,6 +21,7 @@ import os
 import re
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -34,7 +35,7 @@ import pyarrow as pa
 
 from pipeline import index_training, recall
 from pipeline.corpus import Block, Corpus, Sample, open_corpus, scan, write_ids
-from pipeline.errors import ConfigError, EmbedCorpusError, IndexingError, OutputError, one_line
+from pipeline.errors import EXIT_STOPPED, ConfigError, EmbedCorpusError, IndexingError, OutputError, one_line
 from pipeline.faiss_library import INNER_PRODUCT, L2, faiss_reason, faiss_threads, load_faiss, num_gpus
 from pipeline.index_choice import (
     Choice,
@@ -45,6 +46,7 @@ from pipeline.index_choice import (
     parse_size,
     predict,
 )
+from pipeline.index_document import VERSION, read_document
 from pipeline.index_parts import Filling, Lists, Parts, Writing, frame, merge
 from pipeline.index_update import (
     MAX_DRIFT,
@@ -64,8 +66,8 @@ from pipeline.storage import Storage, open_output, sha256_file
 from pipeline.telemetry import peak_memory_bytes
 from pipeline.threads import available_cores
 
-VERSION = 1
 PARTS = "index/parts"
+LOCK = ".index.lock"
 TOLD_EVERY_S = 5.0
 WRITTEN_AT_ONCE = 8 << 20
 
@@ -82,6 +84,7 @@ def build_index(
     max_latency_ms: float | None = None,
     metric: Literal["ip", "l2"] | None = None,
     progress: Say | None = None,
+    thorough: bool = False,
 ) -> dict[str, Any]:
     """Build or update the index of an output folder, or keep the one that already covers its committed shards.
 
@@ -99,6 +102,7 @@ def build_index(
         max_latency_ms: median of single queries on one thread.
         metric: for vectors that are not normalised; default: inner product.
         progress: gets one line of text now and then.
+        thorough: read the files of the index that is there, too: one whose bytes have changed is built anew.
 
     Returns:
         the content of ``index.json`` and ``reused``: whether the index was there already.
@@ -111,11 +115,16 @@ def build_index(
     """
     options = IndexOptions(factory, min_recall, max_index_ram, max_latency_ms, metric)
     store = open_output(output)
-    previous = store.read_json("index/index.json")
-    if not isinstance(previous, dict) or previous.get("version") != VERSION:
-        previous = {}  # none, cut, or of another version
+    say = progress or (lambda line: None)
+    with _alone(store, say):
+        return _build(store, options, say, thorough)
+
+
+def _build(store: Storage, options: IndexOptions, say: Say, thorough: bool) -> dict[str, Any]:
+    previous = read_document(store) or {}
     corpus = open_corpus(store, previous)
-    if previous and _covers(previous, corpus, options):
+    damaged = _damaged(store, previous) if previous and thorough else ""
+    if previous and not damaged and _covers(previous, corpus, options):
         # What a build left that was killed right after it had published.
         _remove_others(store, {previous["index_file"], previous["ids_file"], (previous.get("truth") or {}).get("file")})
         return {**previous, "reused": True}
@@ -123,16 +132,47 @@ def build_index(
         with faiss_threads(available_cores()), _temporary(store) as files, ThreadPoolExecutor(1) as beside:
             key = corpus.id_field()
             ids = beside.submit(_write_ids, corpus, key, files["ids"])
-            work = _Work(corpus, options, files["index"], ids, progress or (lambda line: None))
-            built = _updated_or_rebuilt(work, previous)
+            work = _Work(corpus, options, files["index"], ids, say)
+            built = _updated_or_rebuilt(work, previous, damaged)
             for warning in built.choice.warnings:
                 work.say(f"index: warning: {warning}")
             return {**_publish(work, built, key, files, previous), "reused": False}
     except MemoryError as error:
         raise IndexingError(
             f"{store.root}: not enough memory to index {corpus.num_vectors:,} vectors of {corpus.dim} dimensions as "
-            f"{factory}; choose a smaller one, for example --index IVF1024,SQ8"
+            f"{options.factory}; choose a smaller one, for example --index IVF1024,SQ8"
         ) from error
+
+
+@contextlib.contextmanager
+def _alone(store: Storage, say: Say) -> Iterator[None]:
+    """One process builds at a time: each removes what others left. Whoever comes second waits, and then finds it done.
+
+    A folder that cannot be written to has no lock, and says so once something is to be written.
+    """
+    waits = False
+    while True:
+        with contextlib.ExitStack() as stack:
+            try:
+                ours = stack.enter_context(store.lock(name=LOCK))
+            except OSError:
+                ours = True
+            if ours:
+                yield
+                return
+        if not waits:
+            say("index: another process builds it; waiting until that has ended")
+        waits = True
+        time.sleep(0.2)
+
+
+def _damaged(store: Storage, previous: dict[str, Any]) -> str:
+    """The name of a file whose bytes are not those that were written; empty for none."""
+    for what in ("index", "ids"):
+        name = f"index/{previous[f'{what}_file']}"
+        if store.size(name) is not None and sha256_file(store.fetch(name)) != previous["sha256"][what]:
+            return name
+    return ""
 
 
 def _covers(previous: dict[str, Any], corpus: Corpus, options: IndexOptions) -> bool:
@@ -241,10 +281,12 @@ class _Built:
     drift: int
 
 
-def _updated_or_rebuilt(work: _Work, previous: dict[str, Any]) -> _Built:
+def _updated_or_rebuilt(work: _Work, previous: dict[str, Any], damaged: str) -> _Built:
     if not previous:
         return _rebuilt(work, "new", None)
     try:
+        if damaged:
+            raise Rebuild(f"{damaged} is damaged")
         return _updated(work, previous)
     except Rebuild as reason:
         work.say(f"index: built anew: {reason}")
@@ -643,6 +685,13 @@ def _remove_others(store: Storage, keep: set[str | None]) -> None:
         store.remove_tree(PARTS)
 
 
+def _end_with_the_parent(parent: int) -> None:
+    """Nobody would hear of what is built for a command that was killed, and the next one would wait for it."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(EXIT_STOPPED)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """``python -m pipeline.indexer OUTPUT``: progress on stderr, index.json's content on stdout, our exit codes."""
     parser = argparse.ArgumentParser(prog="python -m pipeline.indexer", description=main.__doc__)
@@ -652,9 +701,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--max-index-ram", help="such as 8GB")
     parser.add_argument("--max-latency-ms", type=float)
     parser.add_argument("--metric", choices=["ip", "l2"])
+    parser.add_argument("--thorough", action="store_true")
     parser.add_argument("--check-dim", type=int, help="build nothing, only see whether FAISS can make the factory")
     options = parser.parse_args(arguments)
     say = functools.partial(print, file=sys.stderr, flush=True)
+    threading.Thread(target=_end_with_the_parent, args=(os.getppid(),), daemon=True).start()
     # Read by OpenMP when FAISS is loaded, so before it.
     os.environ.setdefault("OMP_NUM_THREADS", str(available_cores()))
     try:
@@ -671,6 +722,7 @@ def main(arguments: list[str] | None = None) -> int:
             max_latency_ms=options.max_latency_ms,
             metric=options.metric,
             progress=say,
+            thorough=options.thorough,
         )
     except EmbedCorpusError as error:
         print(f"error: {one_line(error)}", file=sys.stderr)

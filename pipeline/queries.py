@@ -31,7 +31,7 @@ def read_queries(name: str) -> Iterator[str]:
         elif name == "-":
             yield from _lines(sys.stdin)
         else:
-            with open(name, encoding="utf-8") as file:
+            with open(name, encoding="utf-8-sig") as file:
                 yield from _objects(name, file) if name.endswith((".jsonl", ".ndjson")) else _lines(file)
     except OSError as error:
         raise ConfigError(f"--queries {name}: cannot be read ({error.strerror or one_line(error)})") from None

@@ -6,6 +6,7 @@ escaped: names of files may hold anything. The page stays small however many sha
 
 from __future__ import annotations
 
+import contextlib
 import os
 import uuid
 from collections.abc import Iterable, Sequence
@@ -71,7 +72,8 @@ def write_page(document: dict[str, Any], file: str) -> None:
     except OSError as error:
         raise ConfigError(f"--html {file}: cannot be written ({error.strerror}); expected a file of yours") from None
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
 
 
 def page(document: dict[str, Any]) -> str:

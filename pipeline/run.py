@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -404,13 +405,17 @@ def check_factory(output: str, factory: str, dim: int, display: Display) -> None
         run_indexer([output, "--factory", factory, "--check-dim", str(dim)], display)
 
 
-def build_index(output: Storage, options: IndexOptions, display: Display) -> dict[str, Any]:
+def build_index(output: Storage, options: IndexOptions, display: Display, *, thorough: bool = False) -> dict[str, Any]:
     """Build, update or reuse the index; returns the content of index.json.
+
+    Args:
+        output, options, display: see there.
+        thorough: read an index that is there before it is kept.
 
     Raises:
         EmbedCorpusError: as the indexer said.
     """
-    return run_indexer([str(output.root), *options.arguments()], display)
+    return run_indexer([str(output.root), *options.arguments(), *(["--thorough"] if thorough else [])], display)
 
 
 def run_indexer(arguments: list[str], display: Display) -> dict[str, Any]:
@@ -448,4 +453,9 @@ def run_indexer(arguments: list[str], display: Display) -> dict[str, Any]:
             raise kind(message)
     if code == EXIT_BUG:
         raise RuntimeError("\n".join(lines))
+    if code == -signal.SIGKILL:
+        raise Stopped(
+            f"the indexer was killed ({message}); where memory ran out, give --max-index-ram or a smaller --index, "
+            "and run the same command again"
+        )
     raise EmbedCorpusError(f"the indexer {'was killed' if code < 0 else 'ended'} ({code}): {message}")

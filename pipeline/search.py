@@ -34,6 +34,7 @@ from pipeline.errors import ConfigError, ShardError, one_line
 from pipeline.exact import StoredVectors
 from pipeline.filters import parse_filter, rows_that_pass
 from pipeline.ids_file import rows_called
+from pipeline.index_document import read_document
 from pipeline.nearest import Allowed, Nearest, read_index
 from pipeline.recall import faiss_reason
 from pipeline.rows import by_group, take
@@ -41,7 +42,6 @@ from pipeline.source_text import SourceTexts
 from pipeline.storage import Storage, open_output, reading, sha256_file
 from pipeline.threads import available_cores
 
-VERSION = 1
 RESERVED = ("query", "rank", "score", "id", "shard", "row")
 TEXT = "text"
 HTML_ROWS = 50
@@ -126,8 +126,8 @@ def open_index(
     """
     store = open_output(output)
     expected = ledger.read_run(store)["fingerprint"]
-    document = store.read_json("index/index.json")
-    if not isinstance(document, dict) or document.get("version") != VERSION:
+    document = read_document(store)
+    if document is None:
         raise ConfigError(f"{store.root}: no index here; {_rebuild(store)}")
     if document["fingerprint"] != expected:
         raise ConfigError(

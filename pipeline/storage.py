@@ -88,7 +88,7 @@ class Storage(Protocol):
         """Remove what a crash left; returns how many. Only safe while holding the lock."""
         ...
 
-    def lock(self, *, shared: bool = False) -> contextlib.AbstractContextManager[bool]:
+    def lock(self, *, shared: bool = False, name: str = ".lock") -> contextlib.AbstractContextManager[bool]:
         """Hold the output for one coordinator, or for one of several ranks; yields False when another one has it."""
         ...
 
@@ -220,7 +220,7 @@ class Output:
         return len(left)
 
     @contextlib.contextmanager
-    def lock(self, *, shared: bool = False) -> Iterator[bool]:
+    def lock(self, *, shared: bool = False, name: str = ".lock") -> Iterator[bool]:
         """Hold the output for one coordinator; yields False when another one has it.
 
         Ranks hold it together, and keep out whoever works without a rank. The kernel releases the lock when its holder
@@ -228,7 +228,7 @@ class Output:
         """
         import fcntl
 
-        with open(self.root / ".lock", "a", encoding="ascii") as file:
+        with open(self.root / name, "a", encoding="ascii") as file:
             try:
                 fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
             except BlockingIOError:

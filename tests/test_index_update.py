@@ -6,6 +6,8 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,10 @@ from numpy.typing import NDArray
 
 from pipeline import index_training, recall
 from pipeline.corpus import Corpus, open_corpus
-from pipeline.errors import IndexingError
-from pipeline.indexer import build_index
+from pipeline.errors import ConfigError, IndexingError
+from pipeline.indexer import LOCK, build_index
 from pipeline.recall import Truth
+from pipeline.search import open_index
 from pipeline.storage import sha256_file
 from tests.test_index_parts import SMALL, valid
 from tests.test_indexer import FakeOutput, clustered
@@ -34,6 +37,49 @@ def out(tmp_path: Path) -> FakeOutput:
         output.add(f"s{number}", shard(number))
     assert build_index(str(output), FACTORY)["built"] == "new"
     return output
+
+
+@pytest.mark.parametrize("what", ["index", "ids"])
+def test_a_file_whose_bytes_have_changed_is_made_again_when_asked(out: FakeOutput, what: str) -> None:
+    path = out.root / "index" / out.document()[f"{what}_file"]
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 255
+    path.write_bytes(content)
+    assert build_index(str(out), FACTORY)["reused"]  # a run reads no index that nothing has changed in
+    again = build_index(str(out), FACTORY, thorough=True)
+    assert (again["built"], again["why"]) == ("retrained", f"index/{path.name} is damaged")
+    assert valid(out)
+    assert build_index(str(out), FACTORY, thorough=True)["reused"]
+
+
+def test_two_at_once_wait_for_each_other_and_leave_a_whole_index(out: FakeOutput) -> None:
+    out.add("s8", more(400))
+    said: list[str] = []
+    with out.store.lock(name=LOCK) as ours, ThreadPoolExecutor(2) as pool:
+        assert ours
+        builds = [pool.submit(build_index, str(out), FACTORY, progress=said.append) for _ in range(2)]
+        while len(said) < 2:
+            time.sleep(0.01)
+        assert set(said) == {"index: another process builds it; waiting until that has ended"}
+        assert out.document()["ntotal"] == 4000
+        os.unlink(out.root / LOCK)  # let them go: a new file is another lock
+    assert sorted(build.result()["reused"] for build in builds) == [False, True]
+    assert valid(out) and out.document()["ntotal"] == 4400
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"fingerprint": None}, {"shards": []}, {"nprobe": -3}, {"ntotal": 999_999}, {"bytes": {}}, {"sha256": 1},
+        {"recall_at_10": None}, {"next_ordinal": 0},
+    ],
+)  # fmt: skip
+def test_a_document_that_is_not_whole_counts_as_none(out: FakeOutput, change: dict[str, Any]) -> None:
+    out.store.write_json("index/index.json", out.document() | change)
+    with pytest.raises(ConfigError, match="no index here; run `embed-corpus index"):
+        open_index(str(out))
+    assert build_index(str(out), FACTORY)["built"] == "new"
+    assert open_index(str(out)).info["ntotal"] == 4000
 
 
 def shard(number: int, num: int = 500) -> NDArray[np.float32]:

@@ -597,3 +597,28 @@ def test_index_stage_loads_neither_torch_nor_faiss_early() -> None:
     code = "import sys, pipeline.indexer, pipeline.search; print({'torch', 'faiss'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+def test_a_shard_whose_ids_are_all_null_is_indexed_beside_others(tmp_path: Path) -> None:
+    output = FakeOutput(tmp_path / "out")
+    output.add("a", clustered(300)[:100], ids=pa.nulls(100))
+    output.add("b", clustered(300)[100:])
+    build_index(str(output))
+    ids = output.ids()
+    assert ids["id"].null_count == 100 and ids["id"].to_pylist()[100] == "b:0"
+
+
+@pytest.mark.parametrize("factory", ["HNSW0", "IVF0,Flat", "PQ0", "OPQ4,PQ0"])
+def test_a_size_of_nothing_is_refused_before_faiss_ends_the_process(tmp_path: Path, factory: str) -> None:
+    output = FakeOutput(tmp_path / "out")
+    output.add("a", clustered(300))
+    with pytest.raises(ConfigError, match="expected a factory string such as"):
+        build_index(str(output), factory)
+
+
+def test_pq_is_not_trained_for_hamming_distances_that_nobody_asks() -> None:
+    for factory in ("PQ4", "OPQ4,PQ4", "IDMap2,PQ4"):
+        index = index_training.made(factory, 16)
+        while hasattr(index, "index"):
+            index = faiss.downcast_index(index.index)
+        assert index.do_polysemous_training is False

@@ -187,6 +187,8 @@ def test_values_take_the_type_of_their_column() -> None:
         ("pos is empty", "found empty at character 8; expected 'null'"),
         ("year = 'x'", "found 'x' at character 8; year is int16; expected a whole number in its range"),
         ("year < 1e9", "found 1e9 at character 8; year is int16; expected a whole number in its range"),
+        ("year > 1e999999999", "found 1e999999999 at character 8; year is int16; expected a whole number in its range"),
+        ("year = 0e999999999", "expected a whole number in its range"),
         ("year = 1.5", "year is int16; expected a whole number"),
         ("pos = 5", "found 5 at character 7; pos is string; expected text in single quotes"),
         ("good = 1", "found 1 at character 8; good is bool; expected true or false"),
