@@ -80,7 +80,9 @@ def embed(
 
 
 def files_of(output: Path) -> dict[str, bytes]:
-    return {path.relative_to(output).as_posix(): path.read_bytes() for path in (output / "embeddings").rglob("*")}
+    """All but what a killed node was writing: the next run removes it."""
+    files = (path for path in (output / "embeddings").rglob("*") if path.suffix != ".tmp")
+    return {path.relative_to(output).as_posix(): path.read_bytes() for path in files}
 
 
 def gone(processes: list[psutil.Process], within_s: float = 30) -> bool:
