@@ -220,7 +220,8 @@ def index_command(
         if index is not None and index.strip().lower() in ("", "none"):
             raise ConfigError(f"--index '{index}': nothing to build; expected auto or a factory such as IVF1024,SQ8")
         output = open_output(directory)
-        told = read_run(output).get("config", {})
+        run = read_run(output)
+        told = run.get("config", {})
         asked = "auto" if told.get("index") in (None, "none") else told["index"]
         ram = max_index_ram or told.get("max_index_ram")
         options = IndexOptions(
@@ -231,7 +232,7 @@ def index_command(
             told.get("metric") if metric is None else metric,  # type: ignore[arg-type]  # checked there
         )
         document = build_index(output, options, make_display(progress), thorough=True)
-        expected, found = read_run(output).get("input", {}).get("shards", 0), len(document["shards"])
+        expected, found = run.get("input", {}).get("shards", 0), len(document["shards"])
         if found < expected:
             warn(f"{expected - found} of {expected} shards are not finished and not indexed")
         if plot is not None:

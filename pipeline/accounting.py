@@ -26,7 +26,7 @@ from pipeline.errors import ShardError, one_line
 from pipeline.reader import read_windows
 from pipeline.records import CHUNK_COLUMNS, Shard, Window
 from pipeline.shards import Columns
-from pipeline.storage import Storage, sha256_file
+from pipeline.storage import Storage
 from pipeline.writer import NULL_TEXT, embedding_type
 
 PIECE_FLOATS = 4 << 20  # vectors held at once: 16 MiB
@@ -303,14 +303,6 @@ def reading(store: Storage, name: str) -> Iterator[pq.ParquetFile]:
     """A file of ours; its page checksums are verified as it is read."""
     with pq.ParquetFile(store.source(name), page_checksum_verification=True, pre_buffer=False) as file:
         yield file
-
-
-def sha256_of(store: Storage, name: str) -> str:
-    """Of the bytes that are there now."""
-    try:
-        return sha256_file(store.fetch(name))
-    finally:
-        store.release(name)
 
 
 def first_difference(found: pa.ChunkedArray, expected: pa.ChunkedArray) -> int | None:

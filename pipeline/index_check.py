@@ -15,12 +15,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.accounting import Faults, Piece, Stream, first_difference, reading, sha256_of
+from pipeline.accounting import Faults, Piece, Stream, first_difference, reading
 from pipeline.errors import one_line
-from pipeline.storage import Storage
+from pipeline.index_document import NAME as INDEX
+from pipeline.index_document import VERSION
+from pipeline.storage import Storage, sha256_of
 
-INDEX = "index/index.json"
-VERSION = 1
 IDS_ROWS = 65_536
 REDO = "run `embed-corpus index` again"
 

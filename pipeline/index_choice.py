@@ -120,9 +120,7 @@ def parse_size(text: str) -> int:
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     unit = UNITS.get(found[2].upper()) if found else None
-    if found is None or unit is None:
-        raise ConfigError(f"--max-index-ram {text}: expected a size such as 8GB, 500MB or 2GiB")
-    size = float(found[1]) * unit
+    size = math.inf if found is None or unit is None else float(found[1]) * unit
     if size >= 1 << 63:
         raise ConfigError(f"--max-index-ram {text[:40]}: expected a size such as 8GB, 500MB or 2GiB")
     return round(size)

@@ -46,7 +46,7 @@ from pipeline.index_choice import (
     parse_size,
     predict,
 )
-from pipeline.index_document import VERSION, read_document
+from pipeline.index_document import NAME, VERSION, read_document
 from pipeline.index_parts import Filling, Lists, Parts, Writing, frame, merge
 from pipeline.index_update import (
     MAX_DRIFT,
@@ -62,7 +62,7 @@ from pipeline.index_update import (
 from pipeline.memory import give_back, granted_memory, short_bytes
 from pipeline.prefetch import Prefetch
 from pipeline.recall import Missed, Truth
-from pipeline.storage import Storage, open_output, sha256_file
+from pipeline.storage import Storage, open_output, sha256_file, sha256_of
 from pipeline.telemetry import peak_memory_bytes
 from pipeline.threads import available_cores
 
@@ -123,8 +123,9 @@ def build_index(
 def _build(store: Storage, options: IndexOptions, say: Say, thorough: bool) -> dict[str, Any]:
     previous = read_document(store) or {}
     corpus = open_corpus(store, previous)
-    damaged = _damaged(store, previous) if previous and thorough else ""
-    if previous and not damaged and _covers(previous, corpus, options):
+    covers = bool(previous) and _covers(previous, corpus, options)
+    damaged = _damaged(store, previous) if covers and thorough else ""  # an update reads the files itself
+    if covers and not damaged:
         # What a build left that was killed right after it had published.
         _remove_others(store, {previous["index_file"], previous["ids_file"], (previous.get("truth") or {}).get("file")})
         return {**previous, "reused": True}
@@ -170,7 +171,7 @@ def _damaged(store: Storage, previous: dict[str, Any]) -> str:
     """The name of a file whose bytes are not those that were written; empty for none."""
     for what in ("index", "ids"):
         name = f"index/{previous[f'{what}_file']}"
-        if store.size(name) is not None and sha256_file(store.fetch(name)) != previous["sha256"][what]:
+        if sha256_of(store, name) != previous["sha256"][what]:
             return name
     return ""
 
@@ -598,7 +599,7 @@ def _publish(
     per_vector = round(sizes["index"] / corpus.num_vectors, 2)
     document |= {"sha256": sums, "bytes": sizes, "bytes_per_vector": per_vector}
     with _written(store):
-        store.write_json("index/index.json", document)
+        store.write_json(NAME, document)
     _remove_others(store, {*names.values()})
     return document
 

@@ -262,6 +262,14 @@ def sha256_file(path: str | os.PathLike[str]) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def sha256_of(store: Storage, name: str) -> str:
+    """Of the bytes that are there now."""
+    try:
+        return sha256_file(store.fetch(name))
+    finally:
+        store.release(name)
+
+
 def _sync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:

@@ -25,19 +25,20 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from pipeline import ledger
-from pipeline.accounting import REDO, RERUN, Faults, Piece, Positions, ShardCheck, sha256_of
+from pipeline.accounting import REDO, RERUN, Faults, Piece, Positions, ShardCheck
 from pipeline.config import build_config
 from pipeline.devices import num_gpus, resolve_devices
 from pipeline.errors import ConfigError, ModelError, Stopped
-from pipeline.index_check import INDEX, IdsCheck, check_index
 from pipeline.index_check import REDO as REINDEX
+from pipeline.index_check import IdsCheck, check_index
+from pipeline.index_document import NAME as INDEX
 from pipeline.ledger import Ledger, same_input
 from pipeline.model import ModelFolder, open_model
 from pipeline.records import Shard, commit_name
 from pipeline.reference import Request, compare, reference_vectors
 from pipeline.run import resolve_columns
 from pipeline.shards import check_shards, find_shards, natural_key
-from pipeline.storage import Storage, open_output
+from pipeline.storage import Storage, open_output, sha256_of
 
 CERTIFICATE = "certificate.json"
 VERSION = 1

@@ -245,6 +245,7 @@ def test_a_tiny_benchmark_measures_and_compares(command: RunCommand, model_dir: 
         ratio = theirs[f"{what}_s"]["rounds"][0] / ours[f"{what}_s"]["rounds"][0]
         assert theirs["embed_corpus_is_faster"][what]["median"] == pytest.approx(ratio)
     assert host["tokens_per_s"]["median"] > 0
+    assert host["work_s"]["median"] < ours["work_s"]["median"]
     assert ours["share_of_peak"]["median"] > 0 and document["peak"]["flops_per_s"] > 1e9
     assert min(ours["peak_memory_bytes"], theirs["peak_memory_bytes"]) > 100 * 2**20
     given = document["input"]

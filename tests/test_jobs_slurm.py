@@ -65,6 +65,14 @@ def check_complete(job: Path) -> None:
     assert not list(output.rglob("*.tmp"))
 
 
+def check_fails_for_good(made: Cluster, job: Path, reason: str) -> None:
+    array, finish = submitted(made, job, 2)
+    made.wait_for(lambda: made.states(finish).get("") == "FAILED")
+    assert set(made.states(array).values()) == {"FAILED"}
+    assert reason in logs(job)[f"embed-corpus-{array}-0.log"]
+    assert "requeued" not in "".join(logs(job).values())
+
+
 @needs_slurm
 @pytest.mark.slow
 def test_an_array_and_the_step_after_it_do_everything_once(slurm: tuple[Cluster, Path], job: Path) -> None:
@@ -111,11 +119,7 @@ def test_a_wrong_job_file_fails_the_tasks_and_is_not_requeued(slurm: tuple[Clust
     made, commands = slurm
     command_with_the_stand_in(commands)
     job.write_text(job.read_text() + "text-column: nothing\n")
-    array, finish = submitted(made, job, 2)
-    made.wait_for(lambda: made.states(finish).get("") == "FAILED")
-    assert set(made.states(array).values()) == {"FAILED"}
-    assert "no column 'nothing'" in logs(job)[f"embed-corpus-{array}-0.log"]
-    assert "requeued" not in "".join(logs(job).values())
+    check_fails_for_good(made, job, "no column 'nothing'")
 
 
 @needs_slurm
@@ -123,11 +127,7 @@ def test_a_limit_of_the_job_file_ends_the_tasks_and_does_not_begin_anew(slurm: t
     made, commands = slurm
     command_with_the_stand_in(commands)
     job.write_text(job.read_text() + "max-tokens: 1\n")
-    array, finish = submitted(made, job, 2)
-    made.wait_for(lambda: made.states(finish).get("") == "FAILED")
-    assert set(made.states(array).values()) == {"FAILED"}
-    assert "--max-tokens 1 is reached" in logs(job)[f"embed-corpus-{array}-0.log"]
-    assert "requeued" not in "".join(logs(job).values())
+    check_fails_for_good(made, job, "--max-tokens 1 is reached")
     assert len(Ledger(str(job.parent / "out")).commits()) < 6
 
 

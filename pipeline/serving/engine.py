@@ -370,7 +370,7 @@ class Engine:
         call: _Call | None = None
         try:
             async with asyncio.timeout_at(deadline):
-                tokens = await self._tokenized(texts, prompt)
+                tokens = await self._tokenized(texts, prompt, num_chars)
                 tokenized = time.perf_counter()
                 self._check(tokens, truncate)
                 call = self._call(tokens, prompt, lane, deadline, cancelled)
@@ -395,9 +395,9 @@ class Engine:
             in_ring=call.in_ring,
         )
 
-    async def _tokenized(self, texts: Sequence[str], prompt: str) -> Tokens:
+    async def _tokenized(self, texts: Sequence[str], prompt: str, num_chars: int) -> Tokens:
         prompted = [prompt + text for text in texts] if prompt else list(texts)
-        if sum(map(len, prompted)) <= INLINE_CHARS:
+        if num_chars <= INLINE_CHARS:
             return self._tokenizer.encode(prompted)
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._tokenizer.encode, prompted)
 

@@ -40,6 +40,7 @@ import pyarrow.parquet as pq
 from pipeline import ledger
 from pipeline.corpus import Positions, Vectors
 from pipeline.errors import ConfigError, EmbedCorpusError, one_line
+from pipeline.index_document import NAME
 from pipeline.rows import by_group, group_starts
 from pipeline.search import CorpusIndex, SearchResult, StaleShard, open_index
 from pipeline.serving import frames
@@ -211,7 +212,7 @@ class Watcher:
 
     def _read(self) -> Any:
         try:
-            return self._store.read_json("index/index.json")
+            return self._store.read_json(NAME)
         except OSError:  # an object store that is away for a moment
             return None if self._served is None else self._served.info
 
