@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from pipeline.config import RunConfig
 from pipeline.pool import Event
+from pipeline.report_text import money
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class Meter:
         if limits.max_tokens is not None and self.tokens >= limits.max_tokens:
             return f"--max-tokens {limits.max_tokens:,} is reached ({self.tokens:,} computed)"
         if limits.max_cost is not None and cost >= limits.max_cost:
-            return f"--max-cost {limits.max_cost:,.10g} is reached"
+            return f"--max-cost {money(limits.max_cost)} is reached"
         if limits.max_hours is not None and self.hours >= limits.max_hours:
             return f"--max-hours {limits.max_hours:g} is reached"
         return ""

@@ -65,12 +65,13 @@ def check_complete(job: Path) -> None:
     assert not list(output.rglob("*.tmp"))
 
 
-def check_fails_for_good(made: Cluster, job: Path, reason: str) -> None:
+def check_both_fail_for_good(made: Cluster, job: Path, reason: str) -> str:
+    """Two tasks of an array; returns the step after it."""
     array, finish = submitted(made, job, 2)
-    made.wait_for(lambda: made.states(finish).get("") == "FAILED")
-    assert set(made.states(array).values()) == {"FAILED"}
+    made.wait_for(lambda: list(made.states(array).values()) == ["FAILED", "FAILED"])
     assert reason in logs(job)[f"embed-corpus-{array}-0.log"]
     assert "requeued" not in "".join(logs(job).values())
+    return finish
 
 
 @needs_slurm
@@ -119,16 +120,21 @@ def test_a_wrong_job_file_fails_the_tasks_and_is_not_requeued(slurm: tuple[Clust
     made, commands = slurm
     command_with_the_stand_in(commands)
     job.write_text(job.read_text() + "text-column: nothing\n")
-    check_fails_for_good(made, job, "no column 'nothing'")
+    finish = check_both_fail_for_good(made, job, "no column 'nothing'")
+    made.wait_for(lambda: made.states(finish).get("") == "FAILED")
+    assert "requeued" not in "".join(logs(job).values())
 
 
 @needs_slurm
 def test_a_limit_of_the_job_file_ends_the_tasks_and_does_not_begin_anew(slurm: tuple[Cluster, Path], job: Path) -> None:
     made, commands = slurm
-    command_with_the_stand_in(commands)
+    command_with_the_stand_in(commands, STAND_IN_SECONDS="0.1")
+    for number in range(6, 20):  # more than what is in work when the limit is seen
+        write_shard(job.parent / "in" / f"part-{number}.parquet", [f"text {number} {row}" for row in range(40)])
     job.write_text(job.read_text() + "max-tokens: 1\n")
-    check_fails_for_good(made, job, "--max-tokens 1 is reached")
-    assert len(Ledger(str(job.parent / "out")).commits()) < 6
+    finish = check_both_fail_for_good(made, job, "--max-tokens 1 is reached")
+    made.call("scancel", finish)
+    assert 2 <= len(Ledger(str(job.parent / "out")).commits()) < 20
 
 
 @needs_slurm
